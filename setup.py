@@ -21,9 +21,9 @@ COMPILING_COMMANDS = {"bdist_wheel", "build", "build_ext", "editable_wheel", "de
 
 
 def load(name: str) -> Any:
-    """A module of accumext/backend, by path: importing the package would import torch."""
+    """A module of accumext/backends, by path: importing the package would import torch."""
     spec = importlib.util.spec_from_file_location(
-        name, ROOT / "accumext" / "backend" / f"{name}.py"
+        name, ROOT / "accumext" / "backends" / f"{name}.py"
     )
     assert spec is not None
     assert spec.loader is not None
@@ -107,11 +107,11 @@ class BuildModules(build_py):
 
     def run(self) -> None:
         if self.editable_mode:
-            remove_libraries(ROOT / "accumext" / "backend")
+            remove_libraries(ROOT / "accumext" / "backends")
         else:
             shutil.rmtree(package_folder(self, False), ignore_errors=True)
         super().run()
-        build.write_record(package_folder(self, self.editable_mode) / "backend", record)
+        build.write_record(package_folder(self, self.editable_mode) / "backends", record)
 
 
 class Wheel(bdist_wheel):
@@ -129,7 +129,7 @@ def build_kernels(keys: dict[str, str], cpp_extension: Any) -> type:
         extensions: list[Extension]
 
         def run(self) -> None:
-            folder = package_folder(self, bool(self.inplace)) / "backend"
+            folder = package_folder(self, bool(self.inplace)) / "backends"
             super().run()
             libraries = folder.glob("_C_*.so")
             record["sha256"] = {path.name: cache.sha256(path) for path in libraries}
@@ -173,7 +173,7 @@ def extensions(torch: Any, cpp_extension: Any) -> list[Extension]:
 
     def library(name: str, **extra_flags: list[str]) -> Any:
         return cpp_extension.CppExtension(
-            f"accumext.backend._C_{name}",
+            f"accumext.backends._C_{name}",
             [os.path.relpath(path, ROOT) for path in build.sources(name)],
             include_dirs=[str(build.csrc())],
             extra_compile_args={"cxx": build.cxx_flags(name), **extra_flags},

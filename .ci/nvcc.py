@@ -24,7 +24,7 @@ from typing import NamedTuple
 import oldest
 import torch
 
-from accumext.backend import _build
+from accumext.backends import _build
 
 ARCHS = ("80", "90")
 

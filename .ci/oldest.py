@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from accumext.backend import _build
+from accumext.backends import _build
 
 NOT_RUN = 77
 VERSION = "{}.{}.0".format(*_build.TORCH_MINIMUM)

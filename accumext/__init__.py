@@ -4,12 +4,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accumext import ops
-from accumext._clip_grad_norm import clip_grad_norm_
-from accumext.backend import _libraries, backend, backend_reason
-from accumext.chunked import chunked_loss
+from accumext.backends import _libraries, backend, backend_reason
 from accumext.decoder import DecodeOutput, decode_loss, decode_memory
+from accumext.distributed import window_memory
 from accumext.generation import GenerateOutput, generate
-from accumext.masters import masters
+from accumext.loops import RolloutOutput, TBPTTResult, chunked_loss, rollout, tbptt
+from accumext.master_weights import masters
 from accumext.ops import (
     accumulate_,
     copy_rounded_,
@@ -17,10 +17,8 @@ from accumext.ops import (
     total_norm,
     unscale_check_clip_accumulate_,
 )
+from accumext.ops.clip_grad_norm import clip_grad_norm_
 from accumext.optimizer import AccumulatingOptimizer, WindowReport
-from accumext.rollout import RolloutOutput, rollout
-from accumext.sharding import window_memory
-from accumext.tbptt import TBPTTResult, tbptt
 
 if TYPE_CHECKING:
     from accumext.auditing import Audit, Finding, audit

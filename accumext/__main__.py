@@ -12,7 +12,7 @@ import torch
 import accumext
 from accumext import demo
 from accumext.auditing import cli as audit
-from accumext.backend import _doctor
+from accumext.backends import _doctor
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # exit codes after SIGINT and SIGPIPE, as shells have them
 

@@ -1,6 +1,6 @@
 // Python bindings of what needs no tensor, for tests and experiments: the chunk planner, and the
 // instruction set that the CPU kernels choose. Nothing is installed of it; compile it with
-// torch.utils.cpp_extension.load(**accumext.backend.load_arguments("bind")).
+// torch.utils.cpp_extension.load(**accumext.backends.load_arguments("bind")).
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

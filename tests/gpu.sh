@@ -8,7 +8,7 @@
 # every part and when the run is ended: a log, and as JSON what checks and benchmarks have found so
 # far. PARTs are named at the end of this file. Each has a time limit, and one that fails keeps no
 # other from running. PREBUILT names a folder with the _C_cpu*.so, _C_cuda*.so and _build_info.json
-# that `python setup.py build_ext --inplace` leaves in accumext/backend, if not those of this
+# that `python setup.py build_ext --inplace` leaves in accumext/backends, if not those of this
 # checkout. Kernels that do not load are compiled on first use. PYTHON chooses the interpreter.
 # Exit status: 0 if no part failed, 1 if one did, 2 without a GPU.
 set -uo pipefail
@@ -46,11 +46,11 @@ trap 'archive; kill $(jobs -pr) 2>/dev/null; rm -rf "$work"' EXIT
 trap 'exit 143' HUP INT TERM
 
 cp -R "$root"/{accumext,csrc,tests,bench} "$tree"
-rm -f "$tree"/accumext/backend/{_C_*.so,_build_info.json}
-cp "${PREBUILT:-$root/accumext/backend}"/{_C_*.so,_build_info.json} "$tree/accumext/backend"
+rm -f "$tree"/accumext/backends/{_C_*.so,_build_info.json}
+cp "${PREBUILT:-$root/accumext/backends}"/{_C_*.so,_build_info.json} "$tree/accumext/backends"
 cd "$tree" || exit 1
 tested() {  # tested True|False: whether CUDA kernels must pass the self-test before they are used
-  sed -i "s/\"cuda\", tested=[TF][a-z]*/\"cuda\", tested=$1/" accumext/backend/_libraries.py
+  sed -i "s/\"cuda\", tested=[TF][a-z]*/\"cuda\", tested=$1/" accumext/backends/_libraries.py
 }
 tested False  # what does not pass it is what the parts are to show
 

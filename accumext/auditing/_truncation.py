@@ -16,7 +16,7 @@ import accumext
 from accumext.auditing._events import Truncated
 from accumext.auditing._observe import Observer
 from accumext.auditing._torch_private import tree_map_only
-from accumext.observing import Call, observers
+from accumext.recurrence.observing import Call, observers
 
 Gradient = tuple[Tensor | None, ...]
 

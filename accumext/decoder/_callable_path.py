@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext._checks import check_first_order
 from accumext.decoder._callable_steps import CallableSteps, HeadOfSteps
 from accumext.decoder._called_head import BeginBackward, reduced
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
@@ -16,6 +15,7 @@ from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.recurrence import join, no_grad_no_autocast, parameter_tensors, tensors
+from accumext.tensors.checks import check_first_order
 
 
 def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decoded:

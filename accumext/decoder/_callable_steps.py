@@ -13,14 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext._checks import message
-from accumext._torch_private import (
-    base_of,
-    leaves_since,
-    next_node_number,
-    not_traced,
-    write_count,
-)
 from accumext.decoder import _operators
 from accumext.decoder._called_head import called_head_losses, called_logits
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
@@ -48,6 +40,14 @@ from accumext.recurrence import (
     size_of,
     tensors,
     write_counts,
+)
+from accumext.tensors.checks import message
+from accumext.tensors.torch_private import (
+    base_of,
+    leaves_since,
+    next_node_number,
+    not_traced,
+    write_count,
 )
 
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext._checks import check_first_order, fail_type, fail_value, type_name
 from accumext.decoder._model import OP, Model
 from accumext.decoder._objective import Objective
 from accumext.decoder._operators import logits_of
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import no_autocast, sample
+from accumext.tensors.checks import check_first_order, fail_type, fail_value, type_name
 
 
 def called_logits(op: str, model: Model, hidden: Tensor) -> Tensor:

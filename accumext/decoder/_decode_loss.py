@@ -9,19 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext import observing
-from accumext._checks import (
-    DrawWord,
-    FeedbackWord,
-    TokenReduction,
-    TruncationWord,
-    bools,
-    explained,
-    fail_type,
-    type_name,
-)
-from accumext._torch_private import base_of
-from accumext._wgrad_fusion import may_fuse
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._memory import Call, predicted_peak
 from accumext.decoder._model import OP, Model, head_weights
@@ -31,6 +18,8 @@ from accumext.decoder._plan import Plan
 from accumext.decoder._rnn_path import decode_with_rnn
 from accumext.decoder._tokens import Tokens
 from accumext.decoder._transcript import Decoded, Transcript
+from accumext.distributed import gathered_once
+from accumext.ops.wgrad_fusion import may_fuse
 from accumext.recurrence import (
     WHOLE,
     State,
@@ -38,11 +27,22 @@ from accumext.recurrence import (
     formula_weights,
     map_leaves,
     map_tensors,
+    observing,
     tensors,
     with_shapes,
     zero_gradient_tie,
 )
-from accumext.sharding import gathered_once
+from accumext.tensors.checks import (
+    DrawWord,
+    FeedbackWord,
+    TokenReduction,
+    TruncationWord,
+    bools,
+    explained,
+    fail_type,
+    type_name,
+)
+from accumext.tensors.torch_private import base_of
 
 
 class DecodeOutput(NamedTuple):

@@ -19,16 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from accumext._torch_private import (
-    Allocations,
-    fake_tensors,
-    is_since,
-    leaf_of,
-    next_node_number,
-    nodes_since,
-    unchanged,
-    unhooked,
-)
 from accumext.decoder._callable_steps import CallableSteps, segments
 from accumext.decoder._model import Model
 from accumext.decoder._objective import Objective
@@ -45,6 +35,16 @@ from accumext.recurrence import (
     map_tensors,
     parameter_tensors,
     tensors,
+)
+from accumext.tensors.torch_private import (
+    Allocations,
+    fake_tensors,
+    is_since,
+    leaf_of,
+    next_node_number,
+    nodes_since,
+    unchanged,
+    unhooked,
 )
 
 # Rows whose known inputs torch's modules multiply at once.

@@ -9,19 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import (
-    FLOAT_DTYPES,
-    check_vector,
-    dtype_name,
-    fail_type,
-    fail_value,
-    message,
-    number,
-    same_device,
-    type_name,
-)
-from accumext._peft import base_layer
-from accumext._torch_private import is_fake, sharded_state, translated_from
+from accumext.distributed import is_shard
 from accumext.recurrence import (
     Cell,
     Dtypes,
@@ -35,7 +23,19 @@ from accumext.recurrence import (
     parts_of,
     rnn_weights_of,
 )
-from accumext.sharding import is_shard
+from accumext.recurrence.peft import base_layer
+from accumext.tensors.checks import (
+    FLOAT_DTYPES,
+    check_vector,
+    dtype_name,
+    fail_type,
+    fail_value,
+    message,
+    number,
+    same_device,
+    type_name,
+)
+from accumext.tensors.torch_private import is_fake, sharded_state, translated_from
 
 OP = "decode_loss"
 

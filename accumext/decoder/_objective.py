@@ -10,7 +10,7 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from accumext._checks import (
+from accumext.tensors.checks import (
     FLOAT_DTYPES,
     TOKEN_REDUCTIONS,
     check_vector,
@@ -22,7 +22,7 @@ from accumext._checks import (
     type_name,
     without_effect,
 )
-from accumext._scalars import as_tensor
+from accumext.tensors.scalars import as_tensor
 
 _SOFT = (
     "be a pair (probabilities [T, B, K], indices [T, B, K] or None) or the head of a teacher, "

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import FLOAT_DTYPES, dtype_name, fail_type, fail_value, type_name
 from accumext.decoder._model import OP
 from accumext.recurrence import EmbeddingTable, within_length_of
+from accumext.tensors.checks import FLOAT_DTYPES, dtype_name, fail_type, fail_value, type_name
 
 
 def rows_of(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from accumext._checks import fail_value, positive_int
 from accumext.recurrence import Dtypes, RnnWeights
+from accumext.tensors.checks import fail_value, positive_int
 
 
 class HeadRows(NamedTuple):

@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext._checks import check_first_order
-from accumext._wgrad_fusion import destination
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
 from accumext.decoder._plan import PRE_ACTIVATIONS
 from accumext.decoder._rnn_steps import NO_DROPOUT, NOTHING, RnnBuffers, StepsCall, draw_dropout
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._through_time import ThroughTime
 from accumext.decoder._transcript import Decoded, Transcript
+from accumext.ops.wgrad_fusion import destination
 from accumext.recurrence import RnnWeights, dense_rows, module_state, operands, states_from
+from accumext.tensors.checks import check_first_order
 
 
 def decode_with_rnn(transcript: Transcript, rnn: RnnWeights, return_outputs: bool) -> Decoded:

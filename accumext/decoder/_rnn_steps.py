@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext import _scalars
 from accumext.decoder import _operators
 from accumext.recurrence import Resets, RnnWeights
+from accumext.tensors import scalars
 
 NOTHING = nullcontext()  # instead of a reset
 
@@ -145,7 +145,7 @@ def draw_dropout(
             mask = torch.empty((steps, *shape), dtype=torch.bool, device=like.device)
             kept[place] = Dropout(mask, 0.0 if rate == 1 else 1 / (1 - rate))
             drawn.append((mask, rate))
-    if not _scalars.on_host(like):
+    if not scalars.on_host(like):
         for mask, rate in drawn:
             mask.bernoulli_(1 - rate)
         return kept

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from accumext._checks import message
-from accumext._torch_private import retains_graph, write_count
-from accumext._wgrad_fusion import destination
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
 from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._transcript import Transcript
+from accumext.ops.wgrad_fusion import destination
 from accumext.recurrence import parameter_tensors
+from accumext.tensors.checks import message
+from accumext.tensors.torch_private import retains_graph, write_count
 
 
 class SavedForBackward:

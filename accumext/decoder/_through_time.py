@@ -7,11 +7,11 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from accumext import _scalars
 from accumext.decoder import _operators
 from accumext.decoder._rnn_steps import RnnBuffers
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import GRU, OPEN_GATE, WHOLE, Resets, module_state
+from accumext.tensors import scalars
 
 
 class ThroughTime:
@@ -37,7 +37,7 @@ class ThroughTime:
         self._d_weights = [new_zeros(w.shape) for w in self._weights]
         # weight_hh of every layer, transposed; kernels of a CPU take it as it lies
         self._transposed = list(map(Tensor.t, self._weights[1::4]))
-        if not _scalars.on_host(self._states[0]):
+        if not scalars.on_host(self._states[0]):
             self._transposed = list(map(Tensor.contiguous, self._transposed))
         self._d_state = list(map(torch.zeros_like, map(itemgetter(0), self._states)))
         self._d_table = d_table

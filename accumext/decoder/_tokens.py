@@ -9,15 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import (
-    fail_value,
-    integer,
-    same_device,
-    token_tensor,
-    type_name,
-    users_level,
-)
-from accumext._memory_overlap import share_memory
 from accumext.decoder._model import OP, Model
 from accumext.recurrence import (
     Cell,
@@ -29,6 +20,15 @@ from accumext.recurrence import (
     tensors,
     within_length_of,
 )
+from accumext.tensors.checks import (
+    fail_value,
+    integer,
+    same_device,
+    token_tensor,
+    type_name,
+    users_level,
+)
+from accumext.tensors.memory_overlap import share_memory
 
 
 @dataclass(frozen=True)

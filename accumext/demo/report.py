@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from accumext._checks import FeedbackWord
+from accumext.tensors.checks import FeedbackWord
 
 BUDGET_STEPS = 10  # whose logits the memory budget of `decode_loss` holds in the comparison
 _SHOWN = 2  # recitals

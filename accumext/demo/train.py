@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import FeedbackWord
 from accumext.decoder import DecodeOutput, decode_loss
 from accumext.demo.report import Record, Settings, Step
 from accumext.demo.text import OPENING, Text
 from accumext.optimizer import AccumulatingOptimizer
+from accumext.tensors.checks import FeedbackWord
 
 LEARNING_RATE, MAX_NORM = 0.03, 1.0
 TEACHER_SHARE = 0.75  # of the words that "scheduled" feeds; the others are the model's own

@@ -9,7 +9,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import (
+from accumext.decoder import Model, batch_size
+from accumext.distributed import gathered_once
+from accumext.generation._beam_search import beam_search
+from accumext.generation._output_layer import OutputLayer
+from accumext.generation._sampling import Draw, generate_tokens
+from accumext.generation._stepper import OP, Stepper
+from accumext.generation._token_filters import TokenFilter
+from accumext.recurrence import (
+    State,
+    check_batch_dim,
+    map_tensors,
+    own_generator,
+    tensors,
+    with_shapes,
+)
+from accumext.tensors.checks import (
     SEARCHES,
     Search,
     bools,
@@ -27,21 +42,6 @@ from accumext._checks import (
     type_name,
     without_effect,
 )
-from accumext.decoder import Model, batch_size
-from accumext.generation._beam_search import beam_search
-from accumext.generation._output_layer import OutputLayer
-from accumext.generation._sampling import Draw, generate_tokens
-from accumext.generation._stepper import OP, Stepper
-from accumext.generation._token_filters import TokenFilter
-from accumext.recurrence import (
-    State,
-    check_batch_dim,
-    map_tensors,
-    own_generator,
-    tensors,
-    with_shapes,
-)
-from accumext.sharding import gathered_once
 
 
 class GenerateOutput(NamedTuple):

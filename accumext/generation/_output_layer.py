@@ -10,7 +10,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from accumext._memory_overlap import share_memory
 from accumext.decoder import (
     Model,
     called_logits,
@@ -23,6 +22,7 @@ from accumext.decoder import (
 )
 from accumext.generation._token_filters import TokenFilter, largest
 from accumext.recurrence import no_grad_no_autocast
+from accumext.tensors.memory_overlap import share_memory
 
 # Rows of logits that exist at once.
 LOGIT_ROWS = 32

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from accumext import _checks
+from accumext.tensors import checks
 
 
 def is_accelerated(optimizer: object) -> bool:
@@ -32,7 +32,7 @@ def refuse_prepared(op: str, optimizer: Any) -> None:
         reason = f"gradient_accumulation_steps={steps}" if steps > 1 else "a GradScaler"
         contract = "be wrapped before Accelerate prepares it"
         advice = f"Wrap the inner one, then prepare that: accelerator.prepare({op}(optimizer, ...))"
-        _checks.fail_value(op, "optimizer", contract, f"AcceleratedOptimizer with {reason}", advice)
+        checks.fail_value(op, "optimizer", contract, f"AcceleratedOptimizer with {reason}", advice)
 
 
 def refuse_second_accumulation(op: str, window: int) -> None:
@@ -46,7 +46,7 @@ def refuse_second_accumulation(op: str, window: int) -> None:
         got = f"window={window} and gradient_accumulation_steps={steps}"
         advice = "Pass gradient_accumulation_steps=1 to Accelerator, or window=1 to the optimizer"
         contract = "be 1 where Accelerate accumulates too"
-        raise RuntimeError(_checks.message(op, "window", contract, got, advice))
+        raise RuntimeError(checks.message(op, "window", contract, got, advice))
 
 
 def tell_of_a_skipped_step(optimizer: object) -> None:

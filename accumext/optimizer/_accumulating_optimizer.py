@@ -14,11 +14,7 @@ from torch.amp import GradScaler
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from accumext import _checks
-from accumext._checks import OnNonfinite, Reduction, Synchronize, explained
-from accumext._tensor_kinds import Group, main_dtype
-from accumext._torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
-from accumext.masters import Target
+from accumext.master_weights import Target
 from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._backward import (
     UNWEIGHTED,
@@ -49,6 +45,10 @@ from accumext.optimizer._step import flush, run_step, stepping_at_once
 from accumext.optimizer._sums import add_micro_batch, take_out
 from accumext.optimizer._window import LEAVING, Box, others_of, pack, unpack
 from accumext.optimizer._wrong_loops import Watch, warn_of_a_full_window
+from accumext.tensors import checks
+from accumext.tensors.checks import OnNonfinite, Reduction, Synchronize, explained
+from accumext.tensors.kinds import Group, main_dtype
+from accumext.tensors.torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
 
 
 def _setting(name: str, doc: str) -> Any:
@@ -177,11 +177,11 @@ class AccumulatingOptimizer(OptimizerProxy):
             contract = "be a torch.optim.Optimizer that is not wrapped already"
             wrapped = isinstance(optimizer, Optimizer)
             advice = None if wrapped else "Pass one such as torch.optim.AdamW(model.parameters())"
-            _checks.fail_type(OP, "optimizer", contract, _checks.type_name(optimizer), advice)
+            checks.fail_type(OP, "optimizer", contract, checks.type_name(optimizer), advice)
         if not hasattr(optimizer, "param_groups"):
             advice = "Wrap the optimizer that it holds"
-            got = _checks.type_name(optimizer)
-            _checks.fail_type(OP, "optimizer", "have param_groups", got, advice)
+            got = checks.type_name(optimizer)
+            checks.fail_type(OP, "optimizer", "have param_groups", got, advice)
         settings = check_settings(
             optimizer,
             window=window,
@@ -283,7 +283,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             if others_of(box):
                 advice += f". {ONE_FOR_EACH}"
             contract = "hold new gradients"
-            raise RuntimeError(_checks.message(op, ".grad", contract, "none", advice))
+            raise RuntimeError(checks.message(op, ".grad", contract, "none", advice))
         agree_on_shards(op, box)
         if box.state.window.micro_batches >= box.settings.window:
             warn_of_a_full_window(box)
@@ -491,7 +491,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         index = next((i for i, p in enumerate(parameters) if p is parameter), None)
         if index is None:
             contract = "be a parameter of this optimizer"
-            _checks.fail_value(f"{OP}.main_grad", "parameter", contract, "another tensor")
+            checks.fail_value(f"{OP}.main_grad", "parameter", contract, "another tensor")
         if box.sharded is not None:
             box.sharded.refuse_while_held(f"{OP}.main_grad")
         window = box.state.window.of(parameters)

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accumext import _checks, _scalars
-from accumext._scalars import Scalar, as_tensor, sent, to_host_if_free
-from accumext._tensor_kinds import Group, is_dtensor
-from accumext._torch_private import assert_on_device
+from accumext.distributed import closing_groups
 from accumext.optimizer._window import Box, Window
-from accumext.sharding import closing_groups
+from accumext.tensors import checks, scalars
+from accumext.tensors.kinds import Group, is_dtensor
+from accumext.tensors.scalars import Scalar, as_tensor, sent, to_host_if_free
+from accumext.tensors.torch_private import assert_on_device
 
 _SAME_COUNT = (
     "Give every process the same number, where a micro-batch with weight=0 counts for nothing, and "
@@ -44,7 +44,7 @@ _DTYPES = [
 
 
 def _dtypes(bits: float) -> str:
-    there = [_checks.dtype_name(dtype) for i, dtype in enumerate(_DTYPES) if int(bits) >> i & 1]
+    there = [checks.dtype_name(dtype) for i, dtype in enumerate(_DTYPES) if int(bits) >> i & 1]
     return " and ".join(there)
 
 
@@ -59,9 +59,9 @@ _ALIKE = (
     # The numbers of `_terms`
     _Alike("max_norm", "be the same", lambda n: "None" if n < 0 else str(n)),
     _Alike("norm_type", "be the same", str),
-    _Alike("reduction", "be the same", _one_of(_checks.REDUCTIONS)),
-    _Alike("on_nonfinite", "be the same", _one_of(_checks.ON_NONFINITE)),
-    _Alike("synchronize", "be the same", _one_of(_checks.SYNCHRONIZE)),
+    _Alike("reduction", "be the same", _one_of(checks.REDUCTIONS)),
+    _Alike("on_nonfinite", "be the same", _one_of(checks.ON_NONFINITE)),
+    _Alike("synchronize", "be the same", _one_of(checks.SYNCHRONIZE)),
     _Alike("masters", "be of as many parameters", "{:.0f}".format),
     _Alike("parameters", "have the same dtypes", _dtypes),
     _Alike(
@@ -80,9 +80,9 @@ def _terms(box: Box) -> Tensor:
     numbers = (
         -1.0 if settings.max_norm is None else settings.max_norm,
         settings.norm_type,
-        _checks.REDUCTIONS.index(settings.reduction),
-        _checks.ON_NONFINITE.index(settings.on_nonfinite),
-        _checks.SYNCHRONIZE.index(settings.synchronize),
+        checks.REDUCTIONS.index(settings.reduction),
+        checks.ON_NONFINITE.index(settings.on_nonfinite),
+        checks.SYNCHRONIZE.index(settings.synchronize),
         len(box.target.links),
         sum(1 << i for i, dtype in enumerate(_DTYPES) if any(p.dtype == dtype for p in parameters)),
         crc32(repr(kinds).encode()),
@@ -129,12 +129,12 @@ def agree(op: str, box: Box, window: Window, group: Group | None, flushing: bool
             dist.all_reduce(numbers, group=each)
     except RuntimeError as error:
         got = f"no answer from some ({str(error).splitlines()[0]})"
-        text = _checks.message(op, "the window", "be closed by every process", got, _SAME_COUNT)
+        text = checks.message(op, "the window", "be closed by every process", got, _SAME_COUNT)
         raise RuntimeError(text) from error
     total, finite = map(to_host_if_free, numbers[:2] / shards)
     found_inf = to_host_if_free((numbers[2] != 0).double())
     rows = numbers[3:].view(-1, world)
-    if known == settings and not flushing and not _scalars.on_host(numbers):
+    if known == settings and not flushing and not scalars.on_host(numbers):
         text = f"{op}: windows, settings and parameters must be the same on every process"
         assert_on_device((rows == rows[:, :1]).all(), text)
         return Agreement(total, finite, found_inf, True)
@@ -143,7 +143,7 @@ def agree(op: str, box: Box, window: Window, group: Group | None, flushing: bool
         if len(set(values)) > 1:
             got = f"{', '.join(map(alike.show, values))}{alike.unit} by rank"
             contract = f"{alike.contract} on every process"
-            raise RuntimeError(_checks.message(op, alike.name, contract, got, alike.advice))
+            raise RuntimeError(checks.message(op, alike.name, contract, got, alike.advice))
     box.agreed = settings, terms
     return Agreement(total, finite, found_inf, any(counts))
 

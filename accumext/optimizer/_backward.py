@@ -19,16 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from accumext._checks import fail_type, fail_value, message, type_name
-from accumext._scalars import Scalar, divide
-from accumext._tensor_kinds import (
-    HALF_DTYPES,
-    fit_one_call,
+from accumext.master_weights import params_of
+from accumext.ops.any_tensors import (
     scale_,
-    versions,
 )
-from accumext._torch_private import record_function
-from accumext.masters import params_of
 from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import (
@@ -71,6 +65,14 @@ from accumext.optimizer._window import (
     explain,
 )
 from accumext.optimizer._wrong_loops import warn_of_a_full_window
+from accumext.tensors.checks import fail_type, fail_value, message, type_name
+from accumext.tensors.kinds import (
+    HALF_DTYPES,
+    fit_one_call,
+    versions,
+)
+from accumext.tensors.scalars import Scalar, divide
+from accumext.tensors.torch_private import record_function
 
 # Bytes of gradients that one call adds. A GPU moves them, and the sums, in about the time that a
 # call takes to launch, so more in a call saves little, and less would cost calls.

@@ -12,33 +12,36 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accumext import _memory_overlap, ops
-from accumext._checks import message
-from accumext._scalars import Scalar, as_tensor, divide, to_device
-from accumext._tensor_kinds import (
-    any_dtensor,
-    coalesced,
-    dtype_of,
-    fit_one_call,
+from accumext import ops
+from accumext.master_weights import Rounding
+from accumext.ops.any_tensors import (
     global_norm,
-    local_tensors,
-    nonfinite,
-    versions,
-    zero_flag,
 )
-from accumext._torch_private import (
-    STEP_POST_HOOKS,
-    TAKES_SCALE,
-    not_compiled,
-    write_count,
-)
-from accumext.masters import Rounding
 from accumext.optimizer._factors import Normaliser, WindowFactors, normaliser, window_factors
 from accumext.optimizer._grads import grad_of, grads_of, is_none, present, put
 from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
 from accumext.optimizer._sums import multiply, products
 from accumext.optimizer._window import NO_WINDOW, Box, State
+from accumext.tensors import memory_overlap
+from accumext.tensors.checks import message
+from accumext.tensors.kinds import (
+    any_dtensor,
+    coalesced,
+    dtype_of,
+    fit_one_call,
+    local_tensors,
+    nonfinite,
+    versions,
+    zero_flag,
+)
+from accumext.tensors.scalars import Scalar, as_tensor, divide, to_device
+from accumext.tensors.torch_private import (
+    STEP_POST_HOOKS,
+    TAKES_SCALE,
+    not_compiled,
+    write_count,
+)
 
 _WIDE = {torch.float64, torch.complex128}
 
@@ -261,7 +264,7 @@ class Closing:
         for apart in (Tensor.is_inference, Tensor.is_neg, Tensor.is_conj):
             if any(map(apart, parts)):
                 return False
-        return not _memory_overlap.any_shared(parts)
+        return not memory_overlap.any_shared(parts)
 
     def _form(self, factors: WindowFactors, fused: bool) -> tuple[Scalar, Sequence[Tensor]]:
         """Multiply the gradients: in place, in new memory where they are cast or may not be

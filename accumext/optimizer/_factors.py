@@ -11,10 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from accumext import _scalars, ops, reference
-from accumext._checks import Reduction
-from accumext._scalars import Scalar, as_tensor, sent
+from accumext import ops
+from accumext.ops import reference
 from accumext.optimizer._window import Window
+from accumext.tensors import scalars
+from accumext.tensors.checks import Reduction
+from accumext.tensors.scalars import Scalar, as_tensor, sent
 
 
 class Normaliser(NamedTuple):
@@ -96,7 +98,7 @@ def window_factors(
         found_inf=None if none_found else as_tensor(found_inf, wide, device),
         finite=None if finite is None else as_tensor(finite, wide, device),
     )
-    if _scalars.on_host(numbers):
+    if scalars.on_host(numbers):
         (total, clip_coef, factor), (_, skip, anything) = numbers.tolist(), flags.tolist()
         return WindowFactors(total, clip_coef, factor, skip, anything)
     total, clip_coef, factor = numbers.unbind()

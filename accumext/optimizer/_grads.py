@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from accumext._tensor_kinds import versions
-from accumext._torch_private import is_view
+from accumext.tensors.kinds import versions
+from accumext.tensors.torch_private import is_view
 
 grad_of = attrgetter("grad")
 is_none = partial(is_, None)

@@ -16,10 +16,9 @@ from threading import get_ident
 import torch
 from torch import Tensor
 
-from accumext._checks import message
-from accumext._scalars import Scalar, divide
-from accumext._tensor_kinds import scale_
-from accumext._torch_private import leaves_since, not_compiled
+from accumext.ops.any_tensors import (
+    scale_,
+)
 from accumext.optimizer._grads import (
     GONE,
     Used,
@@ -33,6 +32,9 @@ from accumext.optimizer._scaler import current_scale
 from accumext.optimizer._settings import OP
 from accumext.optimizer._sums import add_micro_batch, own_their_memory, take_out
 from accumext.optimizer._window import LEAVING, Box, OtherPass, boxes_alive
+from accumext.tensors.checks import message
+from accumext.tensors.scalars import Scalar, divide
+from accumext.tensors.torch_private import leaves_since, not_compiled
 
 
 def run_beside_others(

@@ -12,20 +12,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumext import _checks, ops
-from accumext._scalars import Scalar, sent, to_device
-from accumext._tensor_kinds import Group, dense_storage, is_dtensor, main_dtype
-from accumext._torch_private import (
-    cancel_synchronisation,
-    synchronises_first_pass,
-    zero_all_,
-)
+from accumext import ops
+from accumext.distributed import ShardedWindow
 from accumext.optimizer._agreement import agree, trained
 from accumext.optimizer._factors import normaliser
 from accumext.optimizer._grads import clear, grads_of, put
 from accumext.optimizer._sums import adding
 from accumext.optimizer._window import Box, Window, explain
-from accumext.sharding import ShardedWindow
+from accumext.tensors import checks
+from accumext.tensors.kinds import Group, dense_storage, is_dtensor, main_dtype
+from accumext.tensors.scalars import Scalar, sent, to_device
+from accumext.tensors.torch_private import (
+    cancel_synchronisation,
+    synchronises_first_pass,
+    zero_all_,
+)
 
 # The bucket size of DistributedDataParallel: enough for full bandwidth, and little enough
 # that it overlaps with filling the next bucket, or with the backward pass.
@@ -42,24 +43,24 @@ def hold_back(
     Nothing of FSDP (fully_shard): with synchronize="window" it is ShardedWindow that does so.
     """
     if not (model is None or isinstance(model, nn.Module)):
-        got = _checks.type_name(model)
-        _checks.fail_type(op, "model", "be a torch.nn.Module or None", got)
+        got = checks.type_name(model)
+        checks.fail_type(op, "model", "be a torch.nn.Module or None", got)
     modules = [] if model is None else list(model.modules())
     replicas = [m for m in modules if isinstance(m, DistributedDataParallel)]
     others = [m for m in modules if not isinstance(m, DistributedDataParallel)]
     if any(hasattr(type(m), "no_sync") for m in others):  # wrappers may forward what is DDP's
         contract = "be a DistributedDataParallel or fully_shard model, or a plain module"
         advice = "Its sharded gradients carry no mesh, so their norm is unknown: use fully_shard"
-        _checks.fail_type(op, "model", contract, _checks.type_name(model), advice)
+        checks.fail_type(op, "model", contract, checks.type_name(model), advice)
     groups = [replica.process_group for replica in replicas]
     if group is None and any(other is not groups[0] for other in groups):
         contract = "have DistributedDataParallel parts of one process group"
         advice = "Give each part an optimizer of its own, or pass process_group"
-        _checks.fail_value(op, "model", contract, "several", advice)
+        checks.fail_value(op, "model", contract, "several", advice)
     if any(map(synchronises_first_pass, replicas)):
         contract = "be DistributedDataParallel without static_graph=True"
         advice = "Leave it out: no backward pass inside is synchronised"
-        _checks.fail_value(op, "model", contract, "one whose first pass is to come", advice)
+        checks.fail_value(op, "model", contract, "one whose first pass is to come", advice)
     return _no_sync(replicas), group or (groups[0] if groups else None)
 
 
@@ -166,7 +167,7 @@ class WindowAllReduce:
                 contract = "be complete when autograd has accumulated it"
                 got = "one in several parts, as reentrant checkpoints make them"
                 advice = "Use reduce_in_backward=False"
-                raise RuntimeError(_checks.message(op, ".grad", contract, got, advice))
+                raise RuntimeError(checks.message(op, ".grad", contract, got, advice))
             awaited.remove(i)
         # The last one stays: while it does, `abandon` can still tell the others.
         while self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].awaited:
@@ -211,7 +212,7 @@ def sum_over_processes(box: Box, op: str, flushing: bool) -> bool:
             contract = "be known for gradients that micro_batch(model) has held back"
             advice = "Run a micro_batch(model) first, or pass process_group to the constructor"
             got = "a window that was loaded"
-            raise RuntimeError(_checks.message(op, "the group", contract, got, advice))
+            raise RuntimeError(checks.message(op, "the group", contract, got, advice))
         return window.micro_batches > 0
     if window.world is not None:  # an earlier step ended in an error after that
         return True

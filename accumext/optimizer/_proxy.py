@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from accumext._torch_private import HOOK_ATTRIBUTES
+from accumext.tensors.torch_private import HOOK_ATTRIBUTES
 
 # Attributes that GradScaler and learning-rate schedulers set on an optimizer; no part of a copy.
 _TRANSIENT = ("step", "grad_scale", "found_inf")

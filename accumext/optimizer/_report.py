@@ -8,8 +8,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from accumext._scalars import Scalar, as_tensor
-from accumext._tensor_kinds import nonfinite
+from accumext.tensors.kinds import nonfinite
+from accumext.tensors.scalars import Scalar, as_tensor
 
 Name: TypeAlias = str | int  # an index, in the order of the groups, where there are no names
 

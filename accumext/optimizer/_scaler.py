@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from accumext import _scalars
-from accumext._checks import fail_value, message
-from accumext._scalars import Scalar, as_tensor, to_host_if_free
-from accumext._torch_private import OptState, optimizer_states, saved_factor, scale_tensor
 from accumext.optimizer._settings import OP
+from accumext.tensors import scalars
+from accumext.tensors.checks import fail_value, message
+from accumext.tensors.scalars import Scalar, as_tensor, to_host_if_free
+from accumext.tensors.torch_private import OptState, optimizer_states, saved_factor, scale_tensor
 
 # Operations after scaler.scale that are looked through, as in `scaler.scale(loss) / n`.
 _STEPS_FROM_SCALE = 4
@@ -33,7 +33,7 @@ def scale_for(op: str, scaler: GradScaler, loss: Tensor, *optimizers: object) ->
     if scale is None:
         create_scale(scaler, loss.device)
         return current_scale(op, scaler)
-    return float(scale) if _scalars.on_host(scale) else scale.double()
+    return float(scale) if scalars.on_host(scale) else scale.double()
 
 
 def current_scale(op: str, scaler: GradScaler | None) -> Scalar:
@@ -45,7 +45,7 @@ def current_scale(op: str, scaler: GradScaler | None) -> Scalar:
         advice = "Use opt.backward(loss), or scaler.scale(loss).backward() with the same scaler"
         got = "a scaler that has not scaled any"
         raise RuntimeError(message(op, "the loss", "be scaled first", got, advice))
-    return float(scale) if _scalars.on_host(scale) else scale.double()
+    return float(scale) if scalars.on_host(scale) else scale.double()
 
 
 def create_scale(scaler: GradScaler | None, device: torch.device) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from accumext import _checks, _scalars
-from accumext._scalars import Scalar
-from accumext._tensor_kinds import Group, is_dtensor
 from accumext.optimizer._accelerate import refuse_prepared
 from accumext.optimizer._opacus import PER_SAMPLE, has_own_gradients
+from accumext.tensors import checks, scalars
+from accumext.tensors.kinds import Group, is_dtensor
+from accumext.tensors.scalars import Scalar
 
 OP = "AccumulatingOptimizer"
 
@@ -29,12 +29,12 @@ class Settings(NamedTuple):
     max_norm: float | None
     norm_type: float
     scaler: GradScaler | None
-    on_nonfinite: _checks.OnNonfinite
-    reduction: _checks.Reduction
+    on_nonfinite: checks.OnNonfinite
+    reduction: checks.Reduction
     process_group: Group | None
     accumulate_in_backward: bool
     reduce_in_backward: bool
-    synchronize: _checks.Synchronize
+    synchronize: checks.Synchronize
     needs_closure: bool  # whether the wrapped `step` cannot be called without one
     names_closure: bool  # whether it takes one by name alone
     looks_first: bool  # whether a micro-batch is kept apart until it is known to be finite
@@ -61,18 +61,18 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
     """The settings of an optimizer around `optimizer`, or the error that says what is wrong."""
     for name, kinds, contract in _TYPES:
         if not isinstance(given[name], kinds):
-            _checks.fail_type(OP, name, contract, _checks.type_name(given[name]))
-    _checks.one_of(OP, "on_nonfinite", given["on_nonfinite"], _checks.ON_NONFINITE)
-    _checks.one_of(OP, "reduction", given["reduction"], _checks.REDUCTIONS)
-    _checks.one_of(OP, "synchronize", given["synchronize"], _checks.SYNCHRONIZE)
-    given["window"] = _checks.positive_int(OP, "window", given["window"])
+            checks.fail_type(OP, name, contract, checks.type_name(given[name]))
+    checks.one_of(OP, "on_nonfinite", given["on_nonfinite"], checks.ON_NONFINITE)
+    checks.one_of(OP, "reduction", given["reduction"], checks.REDUCTIONS)
+    checks.one_of(OP, "synchronize", given["synchronize"], checks.SYNCHRONIZE)
+    given["window"] = checks.positive_int(OP, "window", given["window"])
     if given["max_norm"] is not None:
-        given["max_norm"] = _checks.number(OP, "max_norm", given["max_norm"])
+        given["max_norm"] = checks.number(OP, "max_norm", given["max_norm"])
         if given["max_norm"] <= 0.0:  # 0 is what trainers call "off", and nothing would move
             advice = "Pass None not to clip"
-            _checks.fail_value(OP, "max_norm", "be positive", given["max_norm"], advice)
-    if _checks.number(OP, "norm_type", given["norm_type"]) == 0.0:
-        _checks.fail_value(OP, "norm_type", "be nonzero", given["norm_type"])
+            checks.fail_value(OP, "max_norm", "be positive", given["max_norm"], advice)
+    if checks.number(OP, "norm_type", given["norm_type"]) == 0.0:
+        checks.fail_value(OP, "norm_type", "be nonzero", given["norm_type"])
     given["norm_type"] = float(given["norm_type"])
     if given["scaler"] is not None and not given["scaler"].is_enabled():
         given["scaler"] = None
@@ -96,7 +96,7 @@ def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
     apart = any(map(is_dtensor, parameters)) or len({p.device for p in parameters}) > 1
     if policy == "skip_micro_batch" and apart:  # it is dropped where all of its gradients are
         contract = "be 'skip_window' or 'raise' where parameters are sharded or on several devices"
-        _checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
+        checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
     looks = f"on_nonfinite={policy!r}, which looks at whole micro-batches first"
     closure = f"{type(optimizer).__name__}, which needs a closure"
     for applies, needed, reason, advice in (
@@ -108,8 +108,8 @@ def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
         for name, only in needed.items() if applies else ():
             value = getattr(settings, name)
             if value != only:
-                got = _checks.type_name(value) if only is None else repr(value)
-                _checks.fail_value(OP, name, f"be {only!r} for {reason}", got, advice)
+                got = checks.type_name(value) if only is None else repr(value)
+                checks.fail_value(OP, name, f"be {only!r} for {reason}", got, advice)
 
 
 def unlike_bare(settings: Settings) -> dict[str, Any]:
@@ -123,13 +123,13 @@ def check_weight(op: str, weight: object) -> Scalar:
     if isinstance(weight, Tensor):
         if weight.dim() != 0:
             contract = "be a number or a 0-dim tensor"
-            _checks.fail_value(op, "weight", contract, f"shape {list(weight.shape)}")
+            checks.fail_value(op, "weight", contract, f"shape {list(weight.shape)}")
         if weight.dtype == torch.bool or weight.is_complex():
-            _checks.fail_type(op, "weight", "be a real number", _checks.type_name(weight))
-        if not _scalars.on_host(weight):
+            checks.fail_type(op, "weight", "be a real number", checks.type_name(weight))
+        if not scalars.on_host(weight):
             return weight.detach().double()
         weight = weight.item()
-    value = _checks.number(op, "weight", weight, 0.0)
+    value = checks.number(op, "weight", weight, 0.0)
     if math.isinf(value):
-        _checks.fail_value(op, "weight", "be finite", value)
+        checks.fail_value(op, "weight", "be finite", value)
     return value

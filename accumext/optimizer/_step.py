@@ -15,16 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accumext import _checks
-from accumext._scalars import known_number, to_host_if_free
-from accumext._tensor_kinds import global_norm, nonfinite, versions, zero_flag
-from accumext._torch_private import (
-    not_compiled,
-    record_function,
-    set_grad_enabled,
-    takes_scale,
+from accumext.master_weights import params_of
+from accumext.ops.any_tensors import (
+    global_norm,
 )
-from accumext.masters import params_of
 from accumext.optimizer._accelerate import refuse_second_accumulation, tell_of_a_skipped_step
 from accumext.optimizer._agreement import agree_on_shards
 from accumext.optimizer._closing import Closing, StepWatch
@@ -53,6 +47,19 @@ from accumext.optimizer._wrong_loops import (
     warn_of_another_step,
     warn_of_skip,
     warn_of_unscaled,
+)
+from accumext.tensors import checks
+from accumext.tensors.kinds import (
+    nonfinite,
+    versions,
+    zero_flag,
+)
+from accumext.tensors.scalars import known_number, to_host_if_free
+from accumext.tensors.torch_private import (
+    not_compiled,
+    record_function,
+    set_grad_enabled,
+    takes_scale,
 )
 
 
@@ -261,7 +268,7 @@ def _refuse_what_it_misses(
         )
     else:
         return
-    raise RuntimeError(_checks.message(op, "the optimizer", contract, kind, advice)) from error
+    raise RuntimeError(checks.message(op, "the optimizer", contract, kind, advice)) from error
 
 
 # Optimizers that evaluate closures
@@ -270,7 +277,7 @@ def _refuse_what_it_misses(
 def _refuse_closure(op: str, closure: object) -> NoReturn:
     """TypeError for what cannot be called."""
     advice = "For a loss: opt.backward(loss), then opt.step()"
-    _checks.fail_type(op, "closure", "be a function or None", _checks.type_name(closure), advice)
+    checks.fail_type(op, "closure", "be a function or None", checks.type_name(closure), advice)
 
 
 def _may_hand_through(box: Box, proxy: Optimizer) -> bool:
@@ -310,7 +317,7 @@ def _step_with_closure(
     If that gives an inf or NaN, and no parameter has changed yet, there is no step.
     """
     if closure is None:
-        _checks.fail_type(op, "closure", "be callable for this optimizer", "None")
+        checks.fail_type(op, "closure", "be callable for this optimizer", "None")
     box.target.take_over()
     evaluation = _Evaluation(box, op, closure)
     watch = evaluation.watch

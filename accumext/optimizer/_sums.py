@@ -10,34 +10,37 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accumext import _scalars, ops
-from accumext._checks import message
-from accumext._scalars import Scalar, divide, maximum, to_device, to_host_if_free
-from accumext._tensor_kinds import (
-    any_dtensor,
-    dense_storages,
-    dtype_of,
-    fit_one_call,
+from accumext import ops
+from accumext.ops.any_tensors import (
     global_norm,
     group_by_device,
-    is_sparse,
-    local_tensors,
-    main_dtype,
-    main_dtypes,
-    nonfinite,
     scale_,
-    zero_flag,
-)
-from accumext._torch_private import (
-    not_compiled,
-    record_function,
-    sparse_values,
-    storage_users,
 )
 from accumext.optimizer._grads import grads_of, is_none, present
 from accumext.optimizer._report import named
 from accumext.optimizer._settings import OP
 from accumext.optimizer._window import Box, Window
+from accumext.tensors import scalars
+from accumext.tensors.checks import message
+from accumext.tensors.kinds import (
+    any_dtensor,
+    dense_storages,
+    dtype_of,
+    fit_one_call,
+    is_sparse,
+    local_tensors,
+    main_dtype,
+    main_dtypes,
+    nonfinite,
+    zero_flag,
+)
+from accumext.tensors.scalars import Scalar, divide, maximum, to_device, to_host_if_free
+from accumext.tensors.torch_private import (
+    not_compiled,
+    record_function,
+    sparse_values,
+    storage_users,
+)
 
 _bytes_of = attrgetter("nbytes")
 _requires_grad = attrgetter("requires_grad")
@@ -441,6 +444,6 @@ def products(
         ops.multiply_valid(mine, sources, to_device(device, factor))
         for device, (mine, sources) in group_by_device(made, list(tensors))
     ]
-    if all(map(_scalars.on_host, norms)) and not all(map(math.isfinite, norms)):
+    if all(map(scalars.on_host, norms)) and not all(map(math.isfinite, norms)):
         norms = [ops.total_norm(mine, norm_type=math.inf) for _, (mine,) in group_by_device(made)]
     return made, norms

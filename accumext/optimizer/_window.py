@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accumext._checks import fail_type, fail_value, message, type_name, users_level
-from accumext._scalars import Scalar, as_tensor, to_host_if_free
-from accumext._tensor_kinds import HALF_DTYPES, Group, any_half, main_dtype, nonfinite
-from accumext._wgrad_fusion import MainGrads
-from accumext.masters import Target
+from accumext.distributed import ShardedWindow
+from accumext.master_weights import Target
+from accumext.ops.wgrad_fusion import MainGrads
 from accumext.optimizer._grads import Used, clear, grads_of, is_none, note_gone
 from accumext.optimizer._report import Name, WindowReport
 from accumext.optimizer._settings import OP, Settings
-from accumext.sharding import ShardedWindow
+from accumext.tensors.checks import fail_type, fail_value, message, type_name, users_level
+from accumext.tensors.kinds import HALF_DTYPES, Group, any_half, main_dtype, nonfinite
+from accumext.tensors.scalars import Scalar, as_tensor, to_host_if_free
 
 
 class Window(NamedTuple):

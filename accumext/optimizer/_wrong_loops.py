@@ -21,15 +21,15 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
-from accumext import _scalars
-from accumext._tensor_kinds import versions
-from accumext._torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
 from accumext.optimizer._accelerate import is_accelerated
 from accumext.optimizer._grads import grads_of, is_none
 from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._report import named
 from accumext.optimizer._settings import unlike_bare
 from accumext.optimizer._window import Box, others_of
+from accumext.tensors import scalars
+from accumext.tensors.kinds import versions
+from accumext.tensors.torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
 
 _WINDOWS = 2  # that are watched
 _LOOKED_AT = 8  # parameters, to see whether all were written
@@ -62,7 +62,7 @@ def warn_of_skip(box: Box, proxy: Optimizer) -> None:
     last = box.state.last
     if last is None or "found_inf" in vars(proxy):
         return
-    scale = float(last.loss_scale) if _scalars.on_host(last.loss_scale) else math.inf
+    scale = float(last.loss_scale) if scalars.on_host(last.loss_scale) else math.inf
     if scale > 1.0:
         return
     names = named(last.nonfinite)
@@ -225,7 +225,7 @@ class Watch:
 
 def _numbers_of(group: dict[str, Any]) -> dict[str, float]:
     """The numbers of a parameter group that the host knows, and no switches (`train_mode`)."""
-    numbers = {k: _scalars.known_number(v) for k, v in group.items() if not isinstance(v, bool)}
+    numbers = {k: scalars.known_number(v) for k, v in group.items() if not isinstance(v, bool)}
     return {key: number for key, number in numbers.items() if number is not None}
 
 
@@ -282,7 +282,7 @@ def _is_divided(loss: Tensor, by: int) -> bool:
     """
     node: Any = loss.grad_fn
     number = saved_factor(node) if by > 2 and node and node.name() == "DivBackward0" else None
-    if not isinstance(number, Tensor) or number.dim() or not _scalars.on_host(number):
+    if not isinstance(number, Tensor) or number.dim() or not scalars.on_host(number):
         return False
     inner = node.next_functions[0][0]
     if inner is None or not inner.name().startswith("NllLoss") or inner._saved_reduction != _MEAN:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import check_first_order
+from accumext.tensors.checks import check_first_order
 
 
 @dataclass

@@ -9,7 +9,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
-from accumext._checks import (
+from accumext.recurrence._generators import own_generator
+from accumext.tensors.checks import (
     DRAW_WORDS,
     FEEDBACK_WORDS,
     fail_type,
@@ -20,7 +21,6 @@ from accumext._checks import (
     type_name,
     without_effect,
 )
-from accumext.recurrence._generators import own_generator
 
 _SHARE = "feedback='scheduled', teacher_forcing=0.5"
 _SHARES = f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"

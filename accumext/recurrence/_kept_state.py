@@ -22,15 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext._checks import message
-from accumext._torch_private import (
+from accumext.recurrence._states import write_counts
+from accumext.tensors.checks import message
+from accumext.tensors.torch_private import (
     GLOBAL_HOOKS,
     PARAMETRIZED,
     forward_hooks,
     own_buffers,
     own_children,
 )
-from accumext.recurrence._states import write_counts
 
 SMALL = 2**16  # bytes of a tensor that is copied before the first call, which may write into it
 LONGEST = 1000  # entries of a list or dict that is looked into

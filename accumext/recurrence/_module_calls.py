@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from accumext._torch_private import (
+from accumext.tensors.torch_private import (
     GLOBAL_HOOKS,
     backward_hooks,
     changes_functions,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accumext._torch_private import cpu_multiplies_bfloat16
+from accumext.tensors.torch_private import cpu_multiplies_bfloat16
 
 
 class Dtypes(NamedTuple):

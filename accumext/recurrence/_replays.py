@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from accumext._checks import message
-from accumext._torch_private import (
+from accumext.recurrence._generators import replay_rng, rng_state, set_rng_state
+from accumext.recurrence._kept_state import KeptState, Snapshot
+from accumext.recurrence._states import State, tensors
+from accumext.tensors.checks import message
+from accumext.tensors.torch_private import (
     assert_on_device,
     function_modes,
     not_traced,
     under_function_modes,
     write_count,
 )
-from accumext.recurrence._generators import replay_rng, rng_state, set_rng_state
-from accumext.recurrence._kept_state import KeptState, Snapshot
-from accumext.recurrence._states import State, tensors
 
 
 class Start(NamedTuple):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext._checks import fail_type, fail_value, type_name
 from accumext.recurrence._states import State, called, freeze, tensors
+from accumext.tensors.checks import fail_type, fail_value, type_name
 
 
 @dataclass(frozen=True)

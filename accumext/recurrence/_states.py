@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext._checks import (
+from accumext.tensors.checks import (
     dtype_name,
     fail_type,
     fail_value,
@@ -21,7 +21,7 @@ from accumext._checks import (
     message,
     type_name,
 )
-from accumext._torch_private import tree_leaves, tree_map, write_count
+from accumext.tensors.torch_private import tree_leaves, tree_map, write_count
 
 # A tensor, None, or any nesting of tuples, lists, dicts and dataclasses of them.
 State: TypeAlias = Any

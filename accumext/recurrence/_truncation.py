@@ -11,10 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext._checks import TRUNCATIONS, fail_value, number, one_of, positive_int, users_level
 from accumext.recurrence._generators import own_generator
 from accumext.recurrence._resets import Resets
 from accumext.recurrence._states import State, detach, hook_beyond, map_tensors
+from accumext.tensors.checks import (
+    TRUNCATIONS,
+    fail_value,
+    number,
+    one_of,
+    positive_int,
+    users_level,
+)
 
 
 @dataclass(frozen=True)

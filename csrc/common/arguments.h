@@ -1,5 +1,5 @@
 // The tensors of a call as kernels see them, checked. The broken contract is not named here: the
-// Python function asks accumext/_checks.py, so that every backend gives the same sentence.
+// Python function asks accumext/tensors/checks.py, so that every backend gives the same sentence.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -1,5 +1,5 @@
 // The numbers that a window's step needs, found from the norm of its main gradients: the formula of
-// accumext/reference.py, in double.
+// accumext/ops/reference.py, in double.
 #pragma once
 
 #include "math/accumulate.h"

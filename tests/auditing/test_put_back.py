@@ -15,7 +15,7 @@ from torch.optim import Optimizer, lr_scheduler, swa_utils
 
 import accumext
 import accumext.auditing  # or the first audit would add it to the attributes of accumext
-from accumext.observing import observers
+from accumext.recurrence.observing import observers
 
 REGISTERING = [sys.modules["torch.optim.optimizer"], torch.nn.modules.module]
 OWNERS = [
@@ -25,7 +25,7 @@ OWNERS = [
     nn.parallel.DistributedDataParallel, accumext.AccumulatingOptimizer,
     torch, torch.autograd, torch.autograd.graph, torch.nn.utils, torch.nn.utils.clip_grad,
     torch.nn.functional, torch.optim, torch.utils.checkpoint, torch.distributed, accumext,
-    sys.modules["accumext.tbptt"], sys.modules["accumext.decoder._decode_loss"], swa_utils,
+    sys.modules["accumext.loops._tbptt"], sys.modules["accumext.decoder._decode_loss"], swa_utils,
     swa_utils.AveragedModel, *REGISTERING,
 ]  # fmt: skip
 

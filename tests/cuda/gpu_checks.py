@@ -35,10 +35,10 @@ from support.decoder_calls import (
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from accumext import reference
-from accumext._torch_private import operator as lookup
-from accumext.backend import _build
+from accumext.backends import _build
 from accumext.decoder import _operators
+from accumext.ops import reference
+from accumext.tensors.torch_private import operator as lookup
 
 PATIENCE = {"cuda": 20.0, "cpu": 60.0}  # s, that a row may take
 

@@ -24,7 +24,7 @@ from support import ROOT
 from support.programs import run_script
 
 import accumext
-from accumext.backend import _build
+from accumext.backends import _build
 
 FIRST = ["operators", "decode_loss", "decoder", "benchmark"]
 SECOND = ["memcheck", "racecheck", "tests", "beyond", "masters", "loops", "windows", "doctor"]
@@ -42,15 +42,15 @@ if line == "-":
     print("Fake GPU, torch 2.11.0, Python 3.12.3")
     sys.exit()
 with open(os.environ["LOG"], "a") as log:
-    tested = '"cuda", tested=True' in open("accumext/backend/_libraries.py").read()
+    tested = '"cuda", tested=True' in open("accumext/backends/_libraries.py").read()
     backend = "ACCUMEXT_BACKEND=" + os.environ["ACCUMEXT_BACKEND"]
     print(line, f"{{tested=}}", os.getpid(), backend, file=log)
 if "--json" in sys.argv:
     pathlib.Path(sys.argv[sys.argv.index("--json") + 1]).write_text(line)
 print("much goes well")
 if line.startswith("-c import accumext") and os.environ["ACCUMEXT_BACKEND"] == "native":
-    print("in use:", *sorted(os.listdir("accumext/backend")))
-    sys.exit("BROKEN" in os.environ or not os.path.exists("accumext/backend/_C_cuda.abi3.so"))
+    print("in use:", *sorted(os.listdir("accumext/backends")))
+    sys.exit("BROKEN" in os.environ or not os.path.exists("accumext/backends/_C_cuda.abi3.so"))
 if (failing := os.environ.get("FAILING")) and failing in line:
     print("words of the error")
     sys.exit(3)
@@ -72,11 +72,11 @@ class Run:
     def __init__(self, folder: Path, *what: str, **variables: str) -> None:
         self._results, self._log = folder / "results", folder / "log"
         programs, tests = folder / "programs", folder / "checkout/tests"
-        backend = folder / "checkout/accumext/backend"
+        backend = folder / "checkout/accumext/backends"
         for path in (programs, tests, backend, folder / "checkout/csrc", folder / "checkout/bench"):
             path.mkdir(parents=True)
         shutil.copy(ROOT / "tests/gpu.sh", tests)
-        shutil.copy(ROOT / "accumext/backend/_libraries.py", backend)
+        shutil.copy(ROOT / "accumext/backends/_libraries.py", backend)
         for name, text in (
             ("interpreter", INTERPRETER.format(python=sys.executable)),
             ("compute-sanitizer", SANITIZER),

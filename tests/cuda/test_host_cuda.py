@@ -15,7 +15,7 @@ from host_cuda import ASCENDING, ORDERS, RUNS, SHUFFLED
 from support import oracle, window_cases
 from support.tensors import FLOAT_DTYPES, assert_bits, shifted
 
-from accumext import reference
+from accumext.ops import reference
 
 pytestmark = pytest.mark.build  # compiles the kernels
 

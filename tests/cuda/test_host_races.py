@@ -24,7 +24,7 @@ from test_host_decoder import backward
 from test_host_persistent import EOS, Window
 from torch import Tensor
 
-from accumext.backend import _build
+from accumext.backends import _build
 
 pytestmark = pytest.mark.build  # compiles the kernels
 

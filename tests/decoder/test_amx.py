@@ -9,7 +9,7 @@ import torch
 from support.cpu_library import sources_of_every_isa
 from support.programs import compiler
 
-from accumext.backend import _build
+from accumext.backends import _build
 
 PROGRAM = Path(__file__).with_name("amx_emulated.cpp")
 FLAGS = ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")

@@ -27,8 +27,8 @@ from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import accumext
-from accumext import _torch_private as private
 from accumext.recurrence import formula_weights
+from accumext.tensors import torch_private as private
 
 Part = Callable[[nn.Module], Any]
 

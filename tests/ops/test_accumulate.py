@@ -11,7 +11,7 @@ from support import oracle
 from support.budget import examples
 
 import accumext
-from accumext import reference
+from accumext.ops import reference
 
 LAYOUTS = {
     "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),

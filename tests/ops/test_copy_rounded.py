@@ -11,7 +11,7 @@ from support.device import DeviceReads
 from support.tensors import FLOAT_DTYPES, HALF_DTYPES, assert_bits
 
 import accumext
-from accumext import reference
+from accumext.ops import reference
 
 # Around every edge, blocks of 128 random elements among them.
 EDGE_SIZES = sorted({*oracle.EDGE_SIZES, *(7, 8, 9, 64, 127, 128, 129, 255, 257)})

@@ -10,7 +10,7 @@ from support import oracle
 from support.budget import examples
 
 import accumext
-from accumext import reference
+from accumext.ops import reference
 
 NORM_TYPES = [1.0, 2.0, 3.0, 0.5, 2.5, math.inf, -math.inf, -1.0, -2.5]
 # float32 pow is good to a few units in the last place; a root of p < 1 multiplies that by 1 / p.

@@ -5,8 +5,8 @@ import torch
 from torch.library import opcheck
 
 import accumext
-from accumext._torch_private import operator
-from accumext.backend import _self_test
+from accumext.backends import _self_test
+from accumext.tensors.torch_private import operator
 
 CASES = _self_test.cases()
 # Changes its arguments and returns an int as well, which torch does not make functional.

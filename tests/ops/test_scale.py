@@ -7,7 +7,7 @@ import torch
 from support import oracle
 
 import accumext
-from accumext import reference
+from accumext.ops import reference
 
 
 def test_dyadic_data_is_exact_at_every_edge(dtype):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import accumext
-from accumext._wgrad_fusion import destination, may_fuse
 from accumext.decoder import _operators
 from accumext.demo.memory import peak_memory
+from accumext.ops.wgrad_fusion import destination, may_fuse
 
 EXACT = 1e-12  # relative, float64: the same sums in another order
 VOCABULARY, SIZE, STEPS, BATCH = 23, 6, 9, 3

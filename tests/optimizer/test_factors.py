@@ -9,7 +9,7 @@ from support.device import cpu_as_device
 from support.window_cases import CASES, Case, assert_factors, expected, number, operands, unwritten
 
 import accumext
-from accumext import reference
+from accumext.ops import reference
 from accumext.optimizer._factors import Normaliser, window_factors
 
 CPU = torch.device("cpu")

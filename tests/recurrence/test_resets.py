@@ -1,6 +1,6 @@
 """Rows that begin anew in the middle of a call. Their losses and gradients, in windows and where
 rows end, are held against the plain loop by tests/decoder/test_decode_loss_options.py, and here
-those of `tbptt`; those of `rollout` by tests/rollout/test_rollout.py."""
+those of `tbptt`; those of `rollout` by tests/loops/test_rollout.py."""
 
 # ruff: noqa: E501  (one contract to a line)
 
@@ -125,7 +125,7 @@ def test_tbptt_does_not_read_the_mask_of_a_device(monkeypatch):
     every = Resets(resets, frozenset(range(1, STEPS)))
     for known in (True, False):
         if not known:
-            monkeypatch.setattr(sys.modules["accumext.tbptt"], "resets_of", lambda *_: every)
+            monkeypatch.setattr(sys.modules["accumext.loops._tbptt"], "resets_of", lambda *_: every)
         accumext.tbptt(
             model, TARGETS, model.state(), criterion=F.cross_entropy, resets=resets, k1=2, k2=3,
             batch_dim=1,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch.utils import cpp_extension
 
-from accumext._torch_private import cpu_multiplies_bfloat16
-from accumext.backend import _build
+from accumext.backends import _build
+from accumext.tensors.torch_private import cpu_multiplies_bfloat16
 from support.programs import compiler
 
 EMULATED = Path(__file__).with_name("avx512_emulated.h")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accumext import _scalars
+from accumext.tensors import scalars
 
 
 class DeviceReads(TorchDispatchMode):
@@ -82,9 +82,9 @@ def _own_kernels(name: str, args: tuple[object, ...]) -> int:
 @contextmanager
 def cpu_as_device() -> Iterator[None]:
     """Tensors on the CPU are treated as if on a device that the host must not wait for."""
-    on_host = _scalars.on_host
-    _scalars.on_host = lambda tensor: False
+    on_host = scalars.on_host
+    scalars.on_host = lambda tensor: False
     try:
         yield
     finally:
-        _scalars.on_host = on_host
+        scalars.on_host = on_host

@@ -51,7 +51,7 @@ class Tree:
         self.source = folder / "csrc" / "cpu" / "probe.cpp"
         self.source.write_text(PROBE)
         self.cache = folder / "extensions"
-        self.installed = folder / "accumext" / "backend" / "_C_cpu.abi3.so"
+        self.installed = folder / "accumext" / "backends" / "_C_cpu.abi3.so"
 
     def start(self, code: str, **variables: str) -> subprocess.Popen[str]:
         """Run Python in this tree."""
@@ -95,10 +95,10 @@ class Tree:
                 self.show()
             library = self.built() / "_C_cpu.so"
         shutil.copy(library, self.installed)
-        path = self.folder / "accumext" / "backend" / "_build.py"  # by path, as in setup.py
+        path = self.folder / "accumext" / "backends" / "_build.py"  # by path, as in setup.py
         key = runpy.run_path(str(path))["sources_key"]()
         record: dict[str, Any] = {"sources": key, "torch": "2.13.0", "compiled": ["cpu"]}
         digest = hashlib.sha256(self.installed.read_bytes()).hexdigest()
         record |= {"missing": {}, "sha256": {self.installed.name: digest}}
-        (self.folder / "accumext" / "backend" / "_build_info.json").write_text(json.dumps(record))
+        (self.folder / "accumext" / "backends" / "_build_info.json").write_text(json.dumps(record))
         shutil.rmtree(self.cache, ignore_errors=True)

@@ -32,7 +32,7 @@ NOT_RAISED = {
     "torch.OutOfMemoryError: CUDA out of memory": "needs a GPU",
     "Gradients are None or 0.0 after backward": "no message; tests/optimizer/test_backward.py",
     "The window must hold": "several processes; tests/conformance/test_uneven_ranks.py raises it",
-    "CPU tensors are served": "compilers that fail; tests/backend/test_compilers.py has the words",
+    "CPU tensors are served": "compilers that fail; tests/backends/test_compilers.py has the words",
     "must be the same on every": "several processes; tests/optimizer/test_agreement.py raises it",
 }
 

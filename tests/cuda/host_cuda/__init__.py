@@ -18,8 +18,8 @@ import torch
 from support.programs import compiler
 from torch import Tensor
 
-from accumext import reference
-from accumext.backend import _build
+from accumext.backends import _build
+from accumext.ops import reference
 
 FOLDER = Path(__file__).parent
 PLAIN_FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off"]
@@ -99,7 +99,7 @@ class Driver:
 
 
 class HostCuda(Driver):
-    """The operators, by driver.cpp. Arguments and results as in accumext.reference."""
+    """The operators, by driver.cpp. Arguments and results as in accumext.ops.reference."""
 
     def total_norm(
         self, grads, *, norm_type=2.0, inv_scale=1.0, found_inf=None, runs=RUNS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from accumext.backend import _build
+from accumext.backends import _build
 
 VARIABLE = "HOST_CUDA_MUTANT"
 

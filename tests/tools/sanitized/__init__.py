@@ -16,7 +16,7 @@ import torch
 from support import cpu_library
 from support.programs import sanitizer_runtime
 
-from accumext.backend import _build
+from accumext.backends import _build
 
 FOLDER = Path(__file__).parent
 TIMEOUT_S = 300.0  # tens of times the longest run

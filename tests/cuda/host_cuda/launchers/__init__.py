@@ -17,7 +17,7 @@ from support.programs import compiler, sanitizer_runtime
 from torch.utils import cpp_extension
 
 import host_cuda
-from accumext.backend import _build
+from accumext.backends import _build
 from host_cuda import mutants
 from host_cuda.launchers.table_mutants import MUTANTS
 

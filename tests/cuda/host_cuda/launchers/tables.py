@@ -14,7 +14,7 @@ from support.tensors import FLOAT_DTYPES, assert_bits
 from torch import Tensor
 
 import accumext
-from accumext import reference
+from accumext.ops import reference
 from host_cuda.launchers import H100, NOT_COOPERATIVE, SMALLER, loaded
 
 DTYPE_PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))

@@ -20,7 +20,7 @@ import torch
 from support.programs import compiler
 
 import host_cuda
-from accumext.backend import _build
+from accumext.backends import _build
 from host_cuda.ptx.translate import translate
 
 FOLDER = Path(__file__).parent

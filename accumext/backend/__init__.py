@@ -1,5 +1,0 @@
-"""The choice of the kernels that answer, and their compilation."""
-
-from accumext.backend._build import load_arguments as load_arguments
-from accumext.backend._libraries import backend as backend
-from accumext.backend._libraries import backend_reason as backend_reason

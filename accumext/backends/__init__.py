@@ -1,0 +1,5 @@
+"""The choice of the kernels that answer, and their compilation."""
+
+from accumext.backends._build import load_arguments as load_arguments
+from accumext.backends._libraries import backend as backend
+from accumext.backends._libraries import backend_reason as backend_reason

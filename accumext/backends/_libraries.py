@@ -1,0 +1,454 @@
+"""The choice of kernels, with its reasons: the only module that knows of compiled libraries.
+
+A library adds kernels to operators that `accumext.ops` has defined; the dispatcher does the rest. A
+library that is not installed is compiled on first use, and one for GPUs is tested on them then:
+until that is done, a small Python kernel stands in for each of its operators, which sees to it,
+leaves, and calls again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+import struct
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accumext.backends import _build
+from accumext.tensors.torch_private import (
+    call_default_kernel,
+    compiled_kernel,
+    has_kernel,
+    operator,
+    remove_kernels,
+    tree_leaves,
+)
+
+_log = logging.getLogger("accumext")
+_log.addHandler(logging.NullHandler())
+
+REINSTALL = "in the accumext sources: pip install --force-reinstall --no-deps ."
+_MORE_ROOM = "set TORCH_EXTENSIONS_DIR and TMPDIR to folders with more room"
+
+
+class _Library:
+    """The kernels of one device: installed, compiled on first use, or absent."""
+
+    def __init__(self, name: str, *, tested: bool) -> None:
+        self.name = name  # "cpu" or "cuda"
+        self.label = name.upper()  # also the dispatch key
+        self.loaded = False
+        self.reason = ""  # a clause: why the kernels are, or are not, in use
+        # Of the self-test, which kernels that differ from GPU to GPU have to pass before they run.
+        self.tested, self.test_anew = tested, False
+        self.outcomes: dict[torch.device, dict[str, str]] = {}  # by operator
+        self._failed: dict[str, set[torch.device]] = {}  # by operator, which plain PyTorch keeps
+        self._kernels: dict[str, Callable[..., Any]] = {}  # their kernels
+        self._stand_ins: torch.library.Library | None = None
+        self._first_use: Callable[[], None] | None = None  # what is pending until then
+        self._refusal: str | None = None
+        self._lock = threading.RLock()
+
+    def choose(self, mode: str) -> None:
+        """Load the installed library, or arrange for what happens on first use."""
+        if mode == "reference":
+            self.reason = "ACCUMEXT_BACKEND=reference"
+            return
+        if not _build.has_sources():  # nor the names of the operators in them
+            self.reason = ". ".join(_build.obstacle(torch) or ())
+            if mode in ("native", "jit"):
+                refusal = f"ACCUMEXT_BACKEND={mode} needs {self.label} kernels: {self.reason}"
+                raise RuntimeError(f"accumext: {refusal}")
+            return
+        if self.name == "cuda" and torch.version.cuda is None:
+            self.reason = f"torch {torch.__version__} has no CUDA"
+            return
+        absence = self._absence()
+        if mode != "jit" and absence is None:
+            if self.tested:
+                self._wait_for_use(self._load_installed)
+            else:
+                self._load_installed()
+        elif mode != "native":
+            self._wait_for_use(self._compile)
+        elif self.name == "cpu":
+            raise RuntimeError(self._native_refusal(str(absence)))
+        else:  # asking now whether a GPU is there would initialise CUDA, which forbids forking
+            self._refuse(self._native_refusal(str(absence)))
+
+    def settle(self) -> None:
+        """Do what is pending until first use; RuntimeError if kernels must work and do not."""
+        with self._lock:
+            if self._first_use is not None:
+                first_use, self._first_use = self._first_use, None
+                self._leave()
+                self.reason = "loading on first use was interrupted"
+                try:
+                    first_use()
+                except RuntimeError as error:
+                    self._refuse(str(error))
+            if self._refusal is not None:
+                raise RuntimeError(self._refusal)
+
+    # --- installed
+
+    def _absence(self) -> str | None:
+        """Why no installed library can be used; None if one can."""
+        record = _build.read_record()
+        if not self._path().exists():
+            missing = record.get("missing", {}).get(self.name)
+            return (
+                f"not compiled at installation: {missing['reason']}" if missing else "not installed"
+            )
+        if _build.in_checkout() and record.get("sources") != _build.sources_key():
+            return "the sources have changed since they were compiled"
+        return None
+
+    def _path(self) -> Path:
+        return _build.installation() / f"_C_{self.name}.abi3.so"
+
+    def _native_refusal(self, absence: str) -> str:
+        return (
+            f"accumext: ACCUMEXT_BACKEND=native needs installed {self.label} kernels: {absence}. "
+            f"To compile them, {REINSTALL}"
+        )
+
+    def _load_installed(self) -> None:
+        record = _build.read_record()
+        try:
+            self._check_record(record)
+            _check_length(self._path())
+            self._open(self._path())
+        except (OSError, RuntimeError) as error:
+            raise RuntimeError(
+                f"accumext: the installed {self.label} kernels do not load: {error}. "
+                f"To compile them again, {REINSTALL}; to do without: ACCUMEXT_BACKEND=reference"
+            ) from error
+        self._accept(f"compiled at installation, with torch {record.get('torch', 'unknown')}")
+
+    def _check_record(self, record: dict[str, Any]) -> None:
+        if _build.torch_is_too_old(torch):
+            raise RuntimeError(f"torch {torch.__version__} is too old for them")
+        nvcc = record.get("nvcc")
+        if self.name == "cuda" and nvcc and _major(nvcc) != _major(str(torch.version.cuda)):
+            raise RuntimeError(f"compiled for CUDA {nvcc}, torch is for CUDA {torch.version.cuda}")
+
+    def _open(self, path: Path) -> None:
+        """Load a library; RuntimeError if an operator that it should have is not there then.
+
+        The self-test comes first. Plain PyTorch keeps the operators that fail it.
+        """
+        names = _build.registered_ops(self.name)
+        if self.tested:
+            from accumext.backends import _verify
+
+            self.outcomes = _verify.verdicts(path, self.name, _tell, anew=self.test_anew)
+            self._failed = _verify.failures(self.outcomes)
+        torch.ops.load_library(path)
+        for name in names:
+            if not has_kernel(f"accumext::{name}", self.label):
+                raise RuntimeError(f"{path} has no {self.label} kernel of {name}")
+        if self._failed:
+            for name in self._failed:
+                self._kernels[name] = compiled_kernel(f"accumext::{name}", self.label)
+            self._stand_in(self._answer, self._failed)
+        self.loaded = any(len(self._failed.get(n, ())) < max(1, len(self.outcomes)) for n in names)
+
+    def _answer(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+        """By plain PyTorch on the devices on which the compiled kernel failed."""
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device = next(tensor.device for tensor in tensors if tensor.device.type == self.name)
+        if device in self._failed[name]:
+            return call_default_kernel(op, *args, **kwargs)
+        return self._kernels[name](*args, **kwargs)
+
+    def _accept(self, reason: str) -> None:
+        self.reason = reason
+        if not self._failed:
+            _log.info("%s kernels are in use: %s", self.label, reason)
+            return
+        from accumext.backends import _verify
+
+        words = f"the self-test failed {_verify.described(self.outcomes)}"
+        if (mode := _build.setting("ACCUMEXT_BACKEND")) in ("native", "jit"):
+            self._refuse(f"accumext: ACCUMEXT_BACKEND={mode} needs {self.label} kernels: {words}")
+            return
+        self.reason = f"{reason}; {words}"
+        warnings.warn(f"accumext: plain PyTorch answers where {words}", stacklevel=1)
+
+    # --- stand-ins
+
+    def _wait_for_use(self, action: Callable[[], None]) -> None:
+        self._first_use = action
+        self._stand_in(self._settle_and_call_again, _build.registered_ops(self.name))
+
+    def _settle_and_call_again(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+        self.settle()
+        return op(*args, **kwargs)
+
+    def _refuse(self, refusal: str) -> None:
+        """From now on every call is an error: what was asked for cannot be had."""
+        self._refusal, self.reason, self.loaded = refusal, refusal, False
+        self._stand_in(self._settle_and_call_again, _build.registered_ops(self.name))
+
+    def _stand_in(self, kernel: Callable[..., Any], names: Iterable[str]) -> None:
+        """Have a Python kernel answer for operators, over compiled kernels that they have."""
+        self._leave()
+        self._stand_ins = torch.library.Library("accumext", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for name in names:
+                op = operator(name)
+                self._stand_ins.impl(op, functools.partial(kernel, name, op), self.label)
+
+    def _leave(self) -> None:
+        if self._stand_ins is not None:
+            remove_kernels(self._stand_ins)
+            self._stand_ins = None
+
+    # --- compiling on first use
+
+    def _compile(self) -> None:
+        try:
+            where = self._compiled()
+        except Exception as error:
+            self._give_up(error)
+        else:
+            self._accept(where)
+
+    def _give_up(self, error: Exception) -> None:
+        _log.debug("the whole error: %s", error)
+        reason = f"compiling on first use failed: {_telling_line(error)}"
+        if os.strerror(errno.ENOSPC) in str(error):
+            reason += f"; {_MORE_ROOM}"
+        if (absence := self._absence()) is not None:
+            reason = f"{absence}; {reason}"
+        if _build.setting("ACCUMEXT_BACKEND") == "jit":
+            self._refuse(f"accumext: ACCUMEXT_BACKEND=jit needs {self.label} kernels: {reason}")
+            return
+        self.reason = reason
+        _log.warning("%s tensors are served by pure PyTorch: %s", self.label, reason)
+
+    def _compiled(self) -> str:
+        """Load the library from the cache, after compiling it if need be; says where it is."""
+        from accumext.backends import _cache
+
+        key = _build.cache_key(self.name, torch)
+        root, passing = _cache.open_cache()
+        folder = self._load_kept(root, key)
+        if folder is None:
+            if (obstacle := _build.jit_obstacle(self.name, torch)) is not None:
+                raise RuntimeError(". ".join(obstacle))
+            if not passing:
+                root, passing = _cache.writable_cache(root)
+            words = f"waiting for a process that compiles the {self.label} kernels"
+            with _cache.turn(root / f"{key}.lock", _told(words)):
+                folder = self._load_kept(root, key)
+                if folder is None:
+                    folder = root / key
+                    passing = self._make(folder) or passing
+        where = f"compiled on this machine, in {folder}"
+        return f"{where}, for this process alone: {passing}" if passing else where
+
+    def _load_kept(self, root: Path, key: str) -> Path | None:
+        """Load an undamaged library of the cache; its folder, None if there is none that works."""
+        from accumext.backends import _cache
+
+        for library in _cache.kept(root, key, f"_C_{self.name}.so"):
+            try:
+                self._open(library)
+            except (OSError, RuntimeError) as error:
+                _log.warning("%s does not load and is compiled again: %s", library, error)
+            else:
+                return library.parent
+        return None
+
+    def _make(self, folder: Path) -> str:
+        """Compile and load the library, and keep it in a folder; why not, if it cannot be kept.
+
+        The kept library has been loaded and has its operators.
+        """
+        from accumext.backends import _cache
+
+        with _cache.workshop(folder) as workshop:
+            words = f"compiling the {self.label} kernels on first use"
+            with _told(words, f", which takes {_build.TAKES[self.name]}"):
+                self._run_compiler(workshop)
+            library = workshop / f"_C_{self.name}.so"
+            self._open(library)
+            try:
+                _cache.keep(library, folder)
+            except OSError as error:
+                _log.warning("%s is not kept: %s", folder, error)
+                return f"it could not be kept ({error.strerror}); {_MORE_ROOM}"
+        return ""
+
+    def _run_compiler(self, folder: Path) -> None:
+        cpp_extension = _build.cpp_extension()
+        arguments = _build.load_arguments(self.name, torch)
+        if self.name == "cuda":
+            home = _build.cuda(torch).home
+            assert home is not None  # or there would have been an obstacle
+            cpp_extension.CUDA_HOME = home
+            arguments["extra_ldflags"] = _build.cudart_flags(home, folder)
+        with _build.environment(folder):
+            cpp_extension.load(**arguments, build_directory=str(folder))
+
+
+def _check_length(path: Path) -> None:
+    """OSError if a library's file ends before what its headers speak of.
+
+    The loader maps what they speak of, and to read beyond the end of the file kills the process.
+    Headers rather than a recorded size: packagers strip libraries and rewrite their search paths.
+    """
+    with path.open("rb") as file:
+        header = file.read(64)
+        if header[:6] != b"\x7fELF\x02\x01" or len(header) < 64:
+            return  # the loader says what is wrong; only ELF of 64 bits is mapped unasked
+        segments_at, sections_at = struct.unpack_from("<QQ", header, 32)
+        segment_bytes, segments, section_bytes, sections = struct.unpack_from("<4H", header, 54)
+        file.seek(segments_at)
+        table = file.read(segments * segment_bytes)
+    ends = [segments_at + segments * segment_bytes, sections_at + sections * section_bytes]
+    for at in range(0, len(table) - segment_bytes + 1, segment_bytes):
+        offset, _, _, length = struct.unpack_from("<4Q", table, at + 8)
+        ends.append(offset + length)
+    size = path.stat().st_size
+    if size < max(ends):
+        raise OSError(f"{path} is cut short: {size} bytes of {max(ends)}")
+
+
+def _tell(words: str) -> None:
+    """Tell a terminal, a notebook or a log why the first call takes so long."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # it is closed
+            print(f"accumext: {words}", file=sys.stderr, flush=True)
+
+
+_REMINDER_S = 10.0
+
+
+@contextlib.contextmanager
+def _told(words: str, more: str = "") -> Iterator[None]:
+    """Tell what is being done, every ten seconds that it still is, and that it failed."""
+    begin, over = time.monotonic(), threading.Event()
+
+    def remind() -> None:
+        while not over.wait(_REMINDER_S):
+            _tell(f"still {words}, after {time.monotonic() - begin:.0f} s")
+
+    _tell(words + more)
+    reminder = threading.Thread(target=remind, daemon=True)
+    reminder.start()
+    try:
+        yield
+    except Exception as error:
+        _tell(f"{words} failed: {_telling_line(error)}")
+        raise
+    finally:
+        over.set()
+        reminder.join()
+
+
+def _telling_line(error: Exception) -> str:
+    """The line of a compiler's output that says what is wrong; its command if it said nothing."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    for line in lines:
+        if " error: " in line:
+            return line.strip()
+    failed = [number for number, line in enumerate(lines) if line.startswith("FAILED: ")]
+    if not failed:
+        return lines[0].strip()
+    command, *said = lines[failed[0] + 1 :]  # as ninja prints them
+    said = [line for line in said if line.strip() and not line.startswith(("[", "ninja: "))]
+    return said[0].strip() if said else f"a command failed and said nothing: {command}"
+
+
+def _major(version: str) -> str:
+    return version.split(".")[0]
+
+
+_CPU, _CUDA = _Library("cpu", tested=False), _Library("cuda", tested=True)
+
+
+def load_installed() -> None:
+    """Load what is installed, as ACCUMEXT_BACKEND says; the operators must be defined already.
+
+    Raises:
+        ValueError: an ACCUMEXT_* variable is not one of its choices.
+        RuntimeError: an installed library does not load, or `native` finds none.
+    """
+    _build.check_settings()
+    mode = _build.setting("ACCUMEXT_BACKEND")
+    if mode == "reference":
+        _log.info("pure PyTorch answers: ACCUMEXT_BACKEND=reference")
+    for library in (_CPU, _CUDA):
+        library.choose(mode)
+
+
+def backend() -> str:
+    """Name the kernels in use: compiled ones for the GPU or the CPU, or pure PyTorch.
+
+    Kernels that are to be compiled, or tested, on first use are so now.
+
+    Returns:
+        "cuda", "cpu" or "reference".
+
+    Raises:
+        RuntimeError: ACCUMEXT_BACKEND asks for kernels that cannot be had.
+
+    Example:
+        >>> accumext.backend()
+        'cpu'
+    """
+    return next((library.name for library in _best_first() if library.loaded), "reference")
+
+
+def backend_reason() -> str:
+    """One sentence on why `backend()` is what it is, and why it is not something better.
+
+    It names the operators for which plain PyTorch answers because they failed the self-test.
+
+    Returns:
+        The sentence; with a GPU, about its kernels first.
+
+    Raises:
+        RuntimeError: ACCUMEXT_BACKEND asks for kernels that cannot be had.
+
+    Example:
+        >>> print(accumext.backend_reason())
+        CPU kernels are in use (compiled at installation, with torch 2.13.0+cpu).
+    """
+    clauses = []
+    for library in _best_first():
+        if library.loaded:
+            clauses.append(f"{library.label} kernels are in use ({library.reason})")
+            break
+        clauses.append(f"{library.label} tensors are served by pure PyTorch ({library.reason})")
+    return "; ".join(clauses) + "."
+
+
+def tested_anew() -> dict[torch.device, dict[str, str]]:
+    """Load kernels as on first use, but test again those whose verdict is known; the outcomes."""
+    for library in (_CPU, _CUDA):
+        library.test_anew = True
+    with contextlib.suppress(RuntimeError):  # which backend() raises, too
+        _best_first()
+    return _CPU.outcomes | _CUDA.outcomes
+
+
+def _best_first() -> list[_Library]:
+    libraries = [_CUDA, _CPU] if torch.cuda.is_available() else [_CPU]
+    for library in libraries:
+        library.settle()
+    return libraries

@@ -1,0 +1,372 @@
+"""The self-test: calls of every operator, whose results must be those of plain PyTorch.
+
+One list for `python -m accumext doctor` and for the verification of CUDA kernels (_verify.py). The
+calls are small, and are where kernels go different ways: every dtype, batches of every width and
+beyond the largest of the persistent decoder window, logits all below zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from itertools import chain, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accumext.tensors.torch_private import call_default_kernel, operator, tree_leaves, tree_map
+
+OK = "ok"
+
+# Four roundings of float32, in which most tensors of a list are summed whatever the dtype of the
+# result: one order of summation or another, and on a GPU a power, may differ by two.
+_LIST_TOLERANCE = 4 * torch.finfo(torch.float32).eps
+# By the dtype of a product's operands: sums in another order may round a state to its other
+# neighbour in half precision, which then goes through the steps that follow.
+_PRODUCT_TOLERANCE = {
+    torch.float64: 1e-10,
+    torch.float32: 1e-4,
+    torch.bfloat16: 2.0**-6,
+    torch.float16: 2.0**-9,
+}
+_TOKEN_TOLERANCE = 1e-4  # of a logit or a probability: sums of float32 in another order
+_DTYPES = tuple(_PRODUCT_TOLERANCE)
+
+_GATES, _STATES = (3, 4, 1, 1), (1, 2, 1, 1)  # of a layer, by `kind`
+_STEPS, _UNITS, _WIDTH, _WORDS = 4, 70, 9, 300  # no multiples of what kernels take at once
+_BELOW_ZERO = -16.0  # a bias with which no logit reaches zero
+_EOS, _PAD = 3, 1
+
+
+class Case(NamedTuple):
+    """A call of an operator."""
+
+    name: str  # of the operator, such as scale_.scalar
+    arguments: dict[str, Any]
+    tolerance: float = _LIST_TOLERANCE
+
+    def check(self, device: torch.device) -> None:
+        """AssertionError if the kernel and plain PyTorch return or write different numbers."""
+        op = operator(self.name)
+        ours, theirs = self._on(device), self._on(device)
+        result = op(**ours)
+        if self.name in ("head_forward", "decode_steps") and ours["stats"] is not None:
+            _accept_tokens(ours, theirs)
+        expected = call_default_kernel(op, **theirs)
+        for got, want in zip(tree_leaves((result, ours)), tree_leaves((expected, theirs))):
+            if isinstance(want, Tensor):
+                _require_close(got, want, self.tolerance)
+            else:
+                _require(got == want, f"{got} instead of {want}")
+
+    def _on(self, device: torch.device) -> dict[str, Any]:
+        """Copies of the arguments there; strides stay as they are."""
+
+        def copied(leaf: Any) -> Any:
+            return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf
+
+        call: dict[str, Any] = tree_map(copied, self.arguments)
+        for name in ("exps", "gradients"):
+            kept = call.get(name)
+            if device.type == "cpu" and kept is not None and kept.dtype == torch.float16:
+                call[name] = kept.float()  # on a CPU nothing multiplies float16 fast
+        return call
+
+
+@functools.cache
+def cases() -> dict[str, list[Case]]:
+    """All calls, by operator, with the same numbers every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found: dict[str, list[Case]] = {}
+        for case in chain(_list_cases(), _decoder_cases(), _cases_of_the_cpu()):
+            found.setdefault(case.name, []).append(case)
+    return found
+
+
+def outcome(name: str, device: torch.device, before: Callable[[], object] = object) -> str:
+    """OK, or what is wrong with an operator there; something may be done before every call."""
+    calls = cases().get(name, [])
+    for number, case in enumerate(calls, 1):
+        before()
+        try:
+            case.check(device)
+        except Exception as error:  # a report names every failure, whatever it is
+            return f"{words(error)} (call {number} of {len(calls)})"
+    return OK if calls else "there is no call of it in the self-test"
+
+
+def words(error: Exception) -> str:
+    """An error on one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _require(condition: bool, words: str) -> None:
+    """`assert`, under python -O as well."""
+    if not condition:
+        raise AssertionError(words)
+
+
+def _require_close(got: Tensor, want: Tensor, tolerance: float) -> None:
+    """torch.testing.assert_close takes a second to import."""
+    _require((got.shape, got.dtype) == (want.shape, want.dtype), f"{got.dtype}{[*got.shape]}")
+    error = (got.double() - want.double()).abs()
+    close = error <= tolerance * (1 + want.double().abs())
+    wrong = ~(close | (got == want) | (got.isnan() & want.isnan()))  # infinities differ by NaN
+    count = int(wrong.sum())
+    most = float(error[wrong].amax()) if count else 0.0
+    _require(count == 0, f"{count} of {wrong.numel()} numbers differ, by {most:.3g} at most")
+
+
+def _accept_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Check the tokens of a call of the head or of steps; then both calls are of these tokens.
+
+    They are the largest logits, or samples, of the hidden states that were found. To be those of
+    plain PyTorch is too much to ask, where sums in another order decide.
+    """
+    tokens, active, uniforms = ours["tokens"], ours.get("active"), ours["uniforms"]
+    if steps := "states" in ours:
+        hidden = ours["states"][-_STATES[ours["kind"]]][1:]
+        if ours["output_mask"] is not None:
+            hidden = hidden * ours["output_mask"] * ours["output_scale"]
+        weight, bias = ours["head_weight"], ours["head_bias"]
+    else:
+        hidden, weight, bias = ours["hidden"], ours["weight"], ours["bias"]
+    _require(bool(((tokens >= 0) & (tokens < len(weight))).all()), "a token is no word")
+    z = hidden.to(weight.dtype).double() @ weight.double().t() + bias
+    chosen = tokens[..., None]
+    if uniforms is None:
+        error = z.amax(-1, keepdim=True) - z.gather(-1, chosen)
+    else:
+        p, threshold = (z / ours["temperature"]).softmax(-1), uniforms[..., None]
+        reached = p.cumsum(-1).gather(-1, chosen)
+        error = torch.maximum(threshold - reached, reached - p.gather(-1, chosen) - threshold)
+    error = error if active is None else error[active]
+    _require(bool((error < _TOKEN_TOLERANCE).all()), "a token is not the one that the logits say")
+    shared = {"targets": tokens.clone() if ours["targets"] is None else ours["targets"]}
+    if steps:
+        _check_feedback(ours, theirs["active"])
+        shared |= {"teacher": ours["inputs"].clone(), "teacher_mask": None, "eos": -1}
+    for call in (ours, theirs):
+        call.update(shared, tokens=theirs["tokens"])
+
+
+def _check_feedback(call: dict[str, Any], active: Tensor | None) -> None:
+    """The rule by which steps are fed, and rows end; `active`, as it was before, becomes what it is
+    to be after."""
+    fed = call["tokens"][:-1]
+    if call["teacher"] is not None:
+        fed = torch.where(call["teacher_mask"][1:], call["teacher"][1:], fed)
+    if active is not None:
+        for before, after, token in zip(active, active[1:], call["tokens"]):
+            after &= before & (token != call["eos"])
+        _require(torch.equal(call["active"], active), "other rows have ended")
+        fed = torch.where(active[1:], fed, call["pad"])
+    _require(torch.equal(call["inputs"][1:], fed), "other tokens were fed")
+
+
+# --- lists of tensors --------------------------------------------------------------------------
+
+
+def _lists(*main_dtypes: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Main gradients of these dtypes and gradients of each, some of them transposed."""
+    main_grads, grads = [], []
+    for main_dtype, dtype in product(main_dtypes, _DTYPES):
+        shapes = ((), (0,), (7,), (4100,), (65, 33))
+        main_grads += [torch.randn(shape).to(main_dtype) for shape in shapes]
+        grads += [torch.randn(shape).to(dtype) for shape in shapes]
+        main_grads[-1] = torch.randn(33, 65).to(main_dtype).mT
+    return main_grads, grads
+
+
+def _list_cases() -> Iterator[Case]:
+    main_grads, grads = _lists(*_DTYPES)
+    wide_main_grads, wide_grads = _lists(torch.float32, torch.float64)
+    broken_grads = [*grads[:-1], grads[-1] / 0]
+    flag = torch.zeros(())
+    lists: dict[str, Any] = {"main_grads": main_grads, "grads": grads}
+    wide = {"main_grads": wide_main_grads, "grads": wide_grads, "max_norm": 1.0}
+    broken = {"main_grads": main_grads, "grads": broken_grads, "found_inf": flag}
+    for overload, number in (("", torch.tensor(0.37)), (".scalar", 0.37)):
+        factor = {"inv_scale": number}
+        yield Case(f"accumulate_{overload}", lists | factor)
+        yield Case(f"accumulate_{overload}", broken | factor | {"overwrite": True})
+        clip = f"unscale_check_clip_accumulate_{overload}"
+        yield Case(clip, lists | factor | {"max_norm": math.inf})
+        yield Case(clip, wide | factor | {"norm_type": 3.0, "found_inf": flag})
+        yield Case(clip, broken | factor | {"max_norm": 1.0, "if_finite": True})
+        for norm_type in (1.0, 2.0, 3.0, math.inf, -math.inf):
+            norm = {"grads": grads, "norm_type": norm_type, "found_inf": flag}
+            yield Case(f"total_norm{overload}", norm | factor)
+        yield Case(f"scale_{overload}", {"grads": main_grads, "factor": number})
+    copied = {"targets": main_grads, "sources": grads}
+    for seed, found_inf in product((None, torch.tensor(7 << 40 | 3)), (None, flag, flag + 1)):
+        yield Case("copy_rounded_", copied | {"seed": seed, "found_inf": found_inf})
+    number = torch.tensor(0.37, dtype=torch.float64)
+    closing = dict.fromkeys(("device_unit", "weight", "scale", "finite", "found_inf"), number)
+    numbers = {"numbers": torch.zeros(3, dtype=torch.float64), "flags": torch.zeros(3)}
+    rules = {"unit": 1.0, "max_norm": 5.0, "normalised": False, "checks_norm": True}
+    for known in (None, number):
+        window = {"main_grads": main_grads, "norm": known, "overflow": None}
+        yield Case("window_factors", numbers | window | closing | rules)
+
+
+# --- the decoder -------------------------------------------------------------------------------
+
+
+def _decoder_cases() -> Iterator[Case]:
+    for operand in _DTYPES:
+        for batch, sampled in product((9, 33), (False, True)):
+            yield _product_case("head_forward", operand, _head(operand, batch, sampled))
+        yield _product_case("head_objective", operand, _objective(operand, 9))
+        for kind in range(len(_GATES)):
+            yield _product_case("rnn_backward", operand, _backward(operand, kind, 9))
+        # A GPU takes windows in half precision whole: tiles of 8, 16, 32 and 64 rows, no more.
+        batches = (5, 9, 17, 33, 65) if operand.itemsize == 2 else (9, 33)
+        for i, batch in enumerate(batches):
+            yield _product_case("rnn_backward", operand, _backward(operand, i % 4, batch))
+            yield _product_case("decode_steps", operand, _greedy(operand, i % 4, 1, batch))
+            yield _product_case("decode_steps", operand, _mixed(operand, (i + 1) % 4, 2, batch))
+        around = _mixed(operand, 1, 2, 9)
+        for name, size in (("input", _WIDTH), ("output", _UNITS)):
+            around |= {f"{name}_mask": torch.rand(_STEPS, 9, size) < 0.5, f"{name}_scale": 2.0}
+        yield _product_case("decode_steps", operand, around)
+        known = dict.fromkeys(("exps", "stats", "rows"))
+        yield _product_case("decode_steps", operand, _mixed(operand, 0, 2, 9) | known)
+
+
+def _product_case(name: str, operand: torch.dtype, arguments: dict[str, Any]) -> Case:
+    return Case(name, arguments, _PRODUCT_TOLERANCE[operand])
+
+
+def _sums(operand: torch.dtype) -> torch.dtype:
+    return torch.promote_types(operand, torch.float32)
+
+
+def _weight(operand: torch.dtype, rows: int, columns: int) -> Tensor:
+    return (torch.randn(rows, columns) / 9).to(operand)
+
+
+def _head(operand: torch.dtype, rows: int, sampled: bool) -> dict[str, Any]:
+    sums = _sums(operand)
+    return {
+        "hidden": torch.randn(rows, _UNITS, dtype=sums),
+        "weight": _weight(operand, _WORDS, _UNITS),
+        "bias": torch.randn(_WORDS, dtype=sums) / 9 + _BELOW_ZERO,
+        "targets": torch.randint(_WORDS, [rows]) if sampled else None,
+        "uniforms": torch.rand(rows, dtype=torch.float64) if sampled else None,
+        "temperature": 0.7 if sampled else 1.0,
+        "exps": torch.zeros(_WORDS, rows, dtype=operand).t(),
+        "logit_rows": 32,
+        "tokens": torch.zeros(rows, dtype=torch.int64),
+        "stats": torch.zeros(3, rows, dtype=sums),
+    }
+
+
+def _objective(operand: torch.dtype, rows: int) -> dict[str, Any]:
+    """Of a teacher with a head of its own and probabilities of words, some of them twice."""
+    head, sums = _head(operand, rows, sampled=True), _sums(operand)
+    shared = ("hidden", "weight", "bias", "targets", "temperature", "logit_rows", "tokens")
+    return {name: head[name] for name in shared} | {
+        "share": torch.rand(rows, dtype=sums), "z_loss": 0.1, "entropy_weight": 0.2,
+        "soft_scale": 0.5, "probabilities": torch.rand(rows, _WORDS, dtype=sums) / _WORDS,
+        "indices": torch.randint(_WORDS, (rows, _WORDS)),
+        "teacher_hidden": torch.randn(rows, _WIDTH, dtype=sums),
+        "teacher_weight": _weight(operand, _WORDS, _WIDTH), "teacher_bias": None,
+        "gradients": torch.zeros(_WORDS, rows, dtype=operand).t(),
+        "stats": torch.zeros(5, rows, dtype=sums),
+    }  # fmt: skip
+
+
+def _greedy(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[str, Any]:
+    """Steps that are fed their own tokens, the targets as well."""
+    sums, gates = _sums(operand), _GATES[kind] * _UNITS
+    cell = []
+    for layer in range(layers):
+        cell += [_weight(operand, gates, _UNITS if layer else _WIDTH)]
+        cell += [_weight(operand, gates, _UNITS), *torch.randn(2, gates, dtype=sums)]
+    states = [
+        torch.randn(_STEPS + 1, batch, _UNITS, dtype=sums) for _ in range(layers * _STATES[kind])
+    ]
+    head = _head(operand, _STEPS * batch, sampled=False)
+    absent = ("dropout_mask", "input_mask", "output_mask", "teacher", "teacher_mask", "active")
+    return dict.fromkeys(absent) | {
+        "table": torch.randn(_WORDS, _WIDTH, dtype=sums),
+        "cell": cell, "states": states, "kind": kind,
+        "dropout_scale": 1.0, "input_scale": 1.0, "output_scale": 1.0,
+        "inputs": torch.randint(_WORDS, (_STEPS, batch)), "eos": -1, "pad": _PAD,
+        "uniforms": None, "temperature": 1.0,
+        "head_weight": head["weight"], "head_bias": head["bias"], "targets": None,
+        "tokens": torch.zeros(_STEPS, batch, dtype=torch.int64),
+        "exps": head["exps"], "stats": head["stats"],
+        "rows": torch.zeros(_STEPS * batch, dtype=torch.int64),
+        "logit_rows": 32, "begin": 0, "end": _STEPS,
+    }  # fmt: skip
+
+
+def _mixed(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[str, Any]:
+    """Steps that are fed samples and a teacher's tokens, with dropout; some rows end."""
+    shape, call = (_STEPS, batch), _greedy(operand, kind, layers, batch)
+    call["head_bias"][_EOS] += 4  # so that it is drawn
+    return call | {
+        "dropout_mask": torch.rand(_STEPS, layers - 1, batch, _UNITS) < 0.5, "dropout_scale": 2.0,
+        "teacher": torch.randint(_WORDS, shape), "teacher_mask": torch.rand(shape) < 0.5,
+        "active": torch.arange(_STEPS)[:, None] < torch.randint(1, _STEPS + 1, [batch]),
+        "eos": _EOS, "uniforms": torch.rand(shape, dtype=torch.float64), "temperature": 0.7,
+        "targets": torch.randint(_WORDS, shape),
+    }  # fmt: skip
+
+
+def _backward(operand: torch.dtype, kind: int, batch: int) -> dict[str, Any]:
+    sums, gates = _sums(operand), _GATES[kind] * _UNITS
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=sums)
+
+    lstm = _STATES[kind] == 2
+    return {
+        "kind": kind,
+        "d_out": draw(_STEPS, batch, _UNITS),
+        "pre": draw(_STEPS, batch, 4 * _UNITS) if _GATES[kind] > 1 else None,
+        "h": draw(_STEPS + 1, batch, _UNITS),
+        "c": draw(_STEPS + 1, batch, _UNITS) if lstm else None,
+        "active": torch.rand(_STEPS, batch) < 0.8,
+        "gate": torch.rand(_STEPS, batch, dtype=sums),
+        "limit": torch.tensor(0.5, dtype=sums),
+        "weight": _weight(operand, _UNITS, gates),
+        "dh": draw(batch, _UNITS),
+        "dc": draw(batch, _UNITS) if lstm else None,
+        "d_x": torch.zeros(_STEPS, batch, gates, dtype=sums),
+        "d_h": torch.zeros(_STEPS, batch, gates, dtype=sums) if _GATES[kind] == 3 else None,
+    }
+
+
+def _cases_of_the_cpu() -> Iterator[Case]:
+    """Operators that have compiled kernels for the CPU alone."""
+    for operand in _DTYPES:
+        head = _head(operand, 9, sampled=True)
+        sums = head["hidden"].dtype
+        top = {k: v for k, v in head.items() if k in ("hidden", "weight", "bias", "logit_rows")}
+        tokens = torch.zeros(9, 5, dtype=torch.int64)
+        found = {
+            "logits": torch.zeros(9, 5, dtype=sums),
+            "tokens": tokens,
+            "stats": torch.zeros(2, 9, dtype=sums),
+        }
+        yield _product_case("head_top", operand, top | found)
+        sample = {k: head[k] for k in ("uniforms", "temperature", "tokens", "stats")}
+        yield _product_case("head_sample", operand, top | sample | {"top_k": 7, "top_p": 0.8})
+        right = torch.randn(65, 33, dtype=sums)
+        for left, overwrite in product(
+            (_weight(operand, 9, 65), _weight(sums, 9, 65)), (False, True)
+        ):
+            matmul = {
+                "sums": torch.randn(9, 33, dtype=sums),
+                "left": left,
+                "right": right,
+                "overwrite": overwrite,
+            }
+            yield _product_case("add_matmul", operand, matmul)
+    yield Case("large_pages", {"memory": torch.empty(1 << 20)})

@@ -1,0 +1,271 @@
+"""The test of a library's kernels on a device: in another process, once per machine.
+
+A kernel that was compiled for a GPU may still be wrong there, crash, or never end. So none runs in
+a user's process before the self-test (_self_test.py) has passed on such a device, in a process that
+may come to harm. The process names each operator before it tries it. Where it dies, or is silent
+for too long, another one goes on without that operator. The verdict is kept beside the libraries
+that were compiled on first use, in a folder of this user (_cache.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+
+from accumext.backends import _build, _cache, _self_test
+from accumext.backends._self_test import OK
+
+Outcomes = dict[str, str]  # by operator: OK, or what went wrong
+
+START_S = 120.0  # to import torch, a minute where its files lie far away, and to find the GPU
+CALL_S = 60.0  # a driver that compiles a kernel for a newer GPU may take half of that
+TOTAL_S = 300.0  # for all operators: no program is held up for longer, whatever hangs
+_END_S = 10.0  # a process that the driver does not let go is left to itself
+_FILE = "verdict.json"
+_UNTESTED = "not tested"  # how it begins where a process cannot; that verdict is not kept
+# Where modules lie comes first: before, the working folder could hold one of the same name.
+_CHILD = """import sys
+sys.path[:] = sys.argv[1].split("\\n")
+from accumext.backends import _verify
+_verify.serve(*sys.argv[2:])"""
+
+
+def verdicts(
+    library: Path, kind: str, tell: Callable[[str], None], *, anew: bool
+) -> dict[torch.device, Outcomes]:
+    """The outcomes on each device that this process sees, kept or, if `anew`, found. Devices that
+    differ in number alone share them.
+
+    Nothing here has such a device do anything, or waits for it: a CUDA graph may be in the making.
+
+    Args:
+        library: its path.
+        kind: "cpu" or "cuda".
+        tell: is called with a line when something begins that takes seconds.
+        anew: whether to try again what is known.
+    """
+    known: dict[str, Outcomes] = {}
+    result = {}
+    for device in _devices(kind):
+        trial = _Trial(library, _build.registered_ops(kind), device)
+        key = trial.key()
+        if key not in known:
+            try:
+                known[key] = trial.verdict(key, tell, anew)
+            except (OSError, RuntimeError) as error:  # there is no folder that can be written to
+                known[key] = dict.fromkeys(trial.names, f"{_UNTESTED}: {error}")
+        result[device] = known[key]
+    return result
+
+
+def failures(verdicts: dict[torch.device, Outcomes]) -> dict[str, set[torch.device]]:
+    """The operators that failed, and where."""
+    failed: dict[str, set[torch.device]] = {}
+    for device, outcomes in verdicts.items():
+        for name, outcome in outcomes.items():
+            if outcome != OK:
+                failed.setdefault(name, set()).add(device)
+    return failed
+
+
+def described(verdicts: dict[torch.device, Outcomes]) -> str:
+    """Where operators failed, which and how, and what can be done."""
+    parts: dict[str, None] = {}  # each once
+    for device, outcomes in verdicts.items():
+        failed = {name: outcome for name, outcome in outcomes.items() if outcome != OK}
+        words = ", ".join(f"{name} ({outcome})" for name, outcome in failed.items())
+        if len(failed) == len(outcomes) and len(set(failed.values())) == 1:
+            words = f"all operators ({next(iter(failed.values()))})"
+        if failed:
+            parts[f"on {name_of(device)} in {words}"] = None
+    return f"{', and '.join(parts)}; `python -m accumext doctor` repeats it"
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name that its maker gives a device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _devices(kind: str) -> list[torch.device]:
+    """Those that this process sees, the current one first."""
+    if kind == "cpu":
+        return [torch.device(kind)]
+    current = torch.cuda.current_device()
+    others = [index for index in range(torch.cuda.device_count()) if index != current]
+    return [torch.device(kind, index) for index in (current, *others)]
+
+
+def _machine(device: torch.device) -> list[str]:
+    """Return the facts that results may depend on, beside the library and torch."""
+    if device.type != "cuda":
+        return [device.type]
+    gpu, cuda = torch.cuda.get_device_properties(device), ctypes.c_int()
+    facts = [gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count]
+    with contextlib.suppress(OSError):  # which CUDA the driver is for, and its release
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
+        facts.append(cuda.value)
+        facts.append(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
+    return [str(fact) for fact in facts]
+
+
+class _Trial(NamedTuple):
+    """Operators of a library on a device."""
+
+    library: Path
+    names: list[str]
+    device: torch.device
+
+    def key(self) -> str:
+        """The name of the verdict's folder: a digest of all that it depends on."""
+        files = (self.library, Path(_self_test.__file__))
+        facts = [*map(_cache.sha256, files), torch.__version__, *_machine(self.device)]
+        return f"verdict-{_build.digest(facts)}"
+
+    def verdict(self, key: str, tell: Callable[[str], None], anew: bool) -> Outcomes:
+        """Kept, or found by one of the processes that want it at once, while the others wait."""
+        root, _ = _cache.open_cache()
+        known = None if anew else _kept(root, key)
+        if known is None:
+            root, _ = _cache.writable_cache(root)
+            with _cache.turn(root / f"{key}.lock"):
+                known = None if anew else _kept(root, key)
+                if known is None:
+                    where = name_of(self.device)
+                    tell(f"testing the kernels on {where}, once, which takes some seconds")
+                    known = self.outcomes()
+                    if not any(outcome.startswith(_UNTESTED) for outcome in known.values()):
+                        _keep(known, root / key)
+        return known
+
+    def outcomes(self) -> Outcomes:
+        """Those of all operators, by as many processes as it takes."""
+        found: Outcomes = {}
+        give_up = time.monotonic() + TOTAL_S
+        while left := [name for name in self.names if name not in found]:
+            if time.monotonic() > give_up:
+                return found | dict.fromkeys(left, "no time was left for it")
+            for name, outcome in self._messages(left, give_up):
+                if not name:
+                    return found | dict.fromkeys(left, f"{_UNTESTED}: {outcome}")
+                found[name] = outcome
+        return found
+
+    def _messages(self, names: Sequence[str], give_up: float) -> Iterator[tuple[str, str]]:
+        """Operators and their outcomes, by one process; without a name, why it cannot begin."""
+        facts = json.dumps([str(self.library), str(self.device), _machine(self.device), names])
+        trying, limit = "", START_S
+        try:
+            with _process(facts) as (process, receiver, said):
+                try:
+                    while receiver.poll(max(0.0, min(limit, give_up - time.monotonic()))):
+                        trying, outcome = receiver.recv()
+                        limit = CALL_S if trying else START_S
+                        if outcome:
+                            yield trying, outcome
+                            trying = ""
+                    fault = "it did not end in time"
+                except EOFError:
+                    fault = _end(process, said)
+        except OSError as error:
+            fault = str(error)
+        if trying or limit == START_S:
+            yield trying, fault
+
+
+def _kept(root: Path, key: str) -> Outcomes | None:
+    for file in _cache.kept(root, key, _FILE):
+        outcomes: Outcomes = json.loads(file.read_text(encoding="utf-8"))
+        return outcomes
+    return None
+
+
+def _keep(outcomes: Outcomes, folder: Path) -> None:
+    """Where that fails, they are found again by the next process."""
+    with contextlib.suppress(OSError), _cache.workshop(folder) as workshop:
+        file = workshop / _FILE
+        file.write_text(json.dumps(outcomes), encoding="utf-8")
+        _cache.keep(file, folder)
+
+
+@contextlib.contextmanager
+def _process(facts: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection, IO[bytes]]]:
+    """The process that tries kernels, what it sends, and its stderr; it ends here at the latest."""
+    if getattr(sys, "frozen", False):
+        raise OSError("a frozen program has no Python to start")
+    receiver, sender = Pipe(duplex=False)
+    with receiver, tempfile.TemporaryFile() as said:
+        with sender:
+            search = "\n".join(map(str, sys.path))
+            process = subprocess.Popen(
+                [sys.executable, "-c", _CHILD, search, str(sender.fileno()), facts],
+                env=os.environ | {"ACCUMEXT_BACKEND": "reference"},  # it loads one, by its path
+                pass_fds=[sender.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                start_new_session=True,  # Ctrl-C reaches this process, which ends the other
+            )
+        try:
+            yield process, receiver, said
+        finally:
+            process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+
+
+def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> str:
+    """Describe how a process ended, with the last line that it wrote."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
+    status = process.returncode
+    how = signal.Signals(-status).name if status and status < 0 else f"status {status}"
+    said.seek(0)
+    lines = said.read().decode(errors="replace").strip().splitlines()
+    return ": ".join([f"the process ended with {how}", *lines[-1:]])
+
+
+# --- in the other process ----------------------------------------------------------------------
+
+
+def serve(connection: str, facts: str) -> None:
+    """Try operators: each is sent before every call, and with its outcome after the last."""
+    signal.alarm(int(START_S + TOTAL_S))  # should nobody be there any more who ends it
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write all memory down would take long
+    sender = Connection(int(connection), readable=False)
+    library, name, machine, names = json.loads(facts)
+    device = torch.device(name)
+    try:
+        if _machine(device) != machine:
+            raise RuntimeError(f"{device} is another device in another process")
+        torch.ops.load_library(library)
+        _use(device)
+        torch.set_float32_matmul_precision("highest")  # environments of containers may lower it
+    except Exception as error:
+        sender.send(("", _self_test.words(error)))
+        return
+    for name in names:
+        sender.send((name, _self_test.outcome(name, device, partial(sender.send, (name, "")))))
+        try:
+            _use(device)
+        except RuntimeError:  # a kernel has crashed: the next operator needs another process
+            return
+
+
+def _use(device: torch.device) -> None:
+    """RuntimeError if the device cannot be used, or no longer."""
+    torch.zeros((), device=device).item()

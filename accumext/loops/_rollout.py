@@ -1,0 +1,300 @@
+"""`rollout`: the loss of any recurrence on its own output, with exact gradients, in the memory of
+its states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accumext.distributed import gathered_once
+from accumext.loops._checkpoint_plan import Plan, Sizes, choose_plan, least_budget
+from accumext.loops._recomputed_steps import RecomputedSteps
+from accumext.recurrence import (
+    KeptState,
+    Resets,
+    State,
+    StateGradientGate,
+    Truncation,
+    batch_dim_of,
+    check_batch_dim,
+    check_nesting,
+    check_unwritten,
+    copy_nesting,
+    detach,
+    resets_of,
+    tensors,
+    with_shapes,
+    write_counts,
+    zero_gradient_tie,
+)
+from accumext.tensors.checks import (
+    REDUCTIONS,
+    Reduction,
+    TruncationWord,
+    explained,
+    fail_type,
+    fail_value,
+    integer,
+    message,
+    one_of,
+    positive_int,
+    type_name,
+    zero_dim_loss,
+)
+
+OP = "rollout"
+
+
+class RolloutOutput(NamedTuple):
+    """The results of `rollout`.
+
+    Attributes:
+        loss: 0-dim, differentiable.
+        state: after the last step; detached where k2 is given.
+        output: of the last step, likewise; None if there are no steps.
+    """
+
+    loss: Tensor
+    state: State
+    output: State
+
+    def __repr__(self) -> str:
+        return with_shapes(self)
+
+
+@explained
+def rollout(
+    step: Callable[[State, State], tuple[State, State]],
+    state: State,
+    steps: int,
+    *,
+    loss: Callable[[State, int], Tensor],
+    start: State = None,
+    feed: Callable[[State, int], State] | None = None,
+    resets: Tensor | None = None,  # bool [T, B]
+    k1: int | None = None,
+    k2: int | None = None,
+    truncation: TruncationWord = "fixed",
+    checkpoint: int | None = None,
+    memory_budget: int | None = None,
+    reduction: Reduction = "mean",
+    batch_dim: int | None = None,
+) -> RolloutOutput:
+    """Run a model on its own output for some steps, for a loss with exact gradients.
+
+    For forecasters, world models, simulators and recurrent policies: `output, state = step(input,
+    state)`, where the next input is `feed(output, t)`. The gradient is that of the plain loop, back
+    through states and fed outputs. The graph keeps no tensors but those of its last segment: the
+    others are made again in the backward pass, a segment of steps at a time, from the states and
+    inputs between segments. `out.loss.backward()` brings parameters, wherever `step` has them, the
+    state and `start` their gradients as usual: hooks run once, and DistributedDataParallel
+    communicates once.
+
+    Args:
+        step: `(input, state) -> (output, state)`; each a tensor or any nesting of tuples, lists,
+            dicts and dataclasses. It is called again in the backward pass, with the same random
+            numbers and under the same autocast. It writes into no tensor that it is given. What it,
+            `loss` and `feed` keep from one call to the next is put back (docs/decoder.md, "Cells
+            that keep state of their own"); what else they read stays as it is until the backward
+            pass has run.
+        state: the initial state. Gradients reach it.
+        steps: how many there are, T.
+        loss: `(output, t) -> 0-dim loss` of step t = 0 .. T - 1.
+        start: the input of step 0, of any nesting. Gradients reach it.
+        feed: `(output, t) -> input of step t + 1`; by default the output itself.
+        resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
+            state again, whose gradient comes from there, too, whatever k1 and k2 are. What is fed
+            is not changed, and no tensor of the state may grow.
+        k1: steps between the ends of two windows of truncated backpropagation; k2 if only that is
+            given. Of no effect when k2 is None, which a warning says.
+        k2: steps a gradient flows back from the end of a window (docs/decoder.md, "k1 and k2"); the
+            state and the fed input are cut there. None: all the way, exact.
+        truncation: "fixed" by k1 and k2; "random" cuts the gradient between any two steps, for the
+            whole batch, with probability 1 / k2, and weights it by 1 / (1 - 1 / k2) where it goes
+            on, so that its expectation is the exact gradient (ARTBP).
+        checkpoint: steps of a segment; None chooses by `memory_budget`.
+        memory_budget: bytes for what is kept between segments and the graph of one of them. In a
+            small one fewer states are kept, and steps run more than once again (binomial
+            checkpointing). None: twice the memory of the states of all steps, and the graph of
+            sqrt(T) steps. With k1 < k2 the states at which windows begin are kept beside it.
+        reduction: "mean" over the steps, or "sum".
+        batch_dim: where the state's tensors have the batch, if there are `resets`, as in
+            `decode_loss`; 0-dim tensors are everyone's.
+
+    Returns:
+        A `RolloutOutput`. Under `torch.no_grad` the steps just run.
+
+    Raises:
+        ValueError: a value is wrong, such as k2 < k1 or a budget that not even a segment fits into.
+        TypeError: a type is wrong.
+        RuntimeError: in the backward pass, if a parameter, an input or a state has changed since.
+            (A change of another tensor is detected only if autograd would save it.)
+
+    Example:
+        >>> cell, head, start = nn.GRUCell(3, 16), nn.Linear(16, 3), torch.zeros(8, 3)
+        >>> def step(x, h):
+        ...     h = cell(x, h)
+        ...     return x + head(h), h
+        >>> series = torch.randn(200, 8, 3)
+        >>> error = lambda x, t: F.mse_loss(x, series[t])
+        >>> out = accumext.rollout(step, torch.zeros(8, 16), 200, loss=error, start=start)
+        >>> out.loss.backward()
+
+    Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Griewank & Walther 2000
+    (binomial checkpointing).
+    """
+    steps, bounds = _check(
+        step, state, steps, loss, start, feed, k1, k2, truncation, checkpoint, memory_budget,
+        reduction, batch_dim,
+    )  # fmt: skip
+    anew = None if resets is None else _Anew.of(resets, steps, state, batch_dim)
+    if steps == 0:
+        return _no_steps(state, start)
+    like = torch.empty((), dtype=torch.float64, device="cpu")
+    gate = bounds.gate(steps, 1, like)  # one for the whole batch
+    builds_graph = torch.is_grad_enabled()
+    spans = bounds.spans(steps) if builds_graph else [(0, 0, steps)]
+
+    def choose(sizes: Sizes) -> Plan:
+        plan = choose_plan(steps, sizes, checkpoint, memory_budget)
+        if plan is None:
+            contract = f"hold {least_budget(steps, sizes, checkpoint)} bytes: a segment's graph, "
+            fail_value(OP, "memory_budget", contract + "and what it starts from", memory_budget)
+        return plan
+
+    plan = Plan(steps, None) if not builds_graph else None
+    if builds_graph and memory_budget is None and checkpoint is not None:
+        plan = Plan(checkpoint, None)
+    one_step = _OneStep(step, loss, feed, steps, gate, anew)
+    starts = {begin for begin, _, _ in spans[1:]}
+    kept = KeptState(OP, "step", (step, loss, feed))
+    running = RecomputedSteps(kept, one_step, steps, _device(state, start), plan, choose, starts)
+    carry: State = None
+    total: Tensor | None = None
+    with gathered_once(OP, step, loss, feed) as gathered:
+        for begin, counting, end in spans:
+            if counting > 0:
+                carry = running.rewind(begin)
+            if begin == 0:  # with its graph
+                carry = copy_nesting((start, state))
+            carry, total = running.run(begin, counting, end, carry, total)
+        output, last = carry
+        if bounds.cuts:
+            output, last = detach(output), detach(last)
+        assert total is not None
+        if gathered is not None:
+            total = gathered.finish(total, tensors((output, last)))
+    return RolloutOutput(total / steps if reduction == "mean" else total, last, output)
+
+
+@dataclass(frozen=True)
+class _Anew:
+    """The state that rows are reset to, and which rows are."""
+
+    resets: Resets
+    initial: State
+    writes: list[int]  # into its tensors, so far
+    batch_dim: int
+
+    @staticmethod
+    def of(value: Any, steps: int, state: State, batch_dim: Any) -> _Anew:
+        """The argument `resets`, checked, which has the batch of the state."""
+        dim, given = batch_dim_of(OP, batch_dim), tensors(state)
+        batch = next((tensor.shape[dim] for tensor in given if tensor.dim() > dim), 0)
+        device = given[0].device if given else torch.device("cpu")
+        shape = (steps, batch)
+        resets = resets_of(OP, value, shape, state, device, "the device of the state")
+        check_batch_dim(OP, state, batch, batch_dim)
+        return _Anew(resets, copy_nesting(state), write_counts(given), dim)
+
+    def apply(self, t: int, state: State) -> State:
+        """The state before step t, with its rows reset."""
+        if t not in self.resets.steps:
+            return state
+        what = "no tensor of the initial state, to which rows are reset"
+        check_unwritten(OP, "step", what, tensors(self.initial), self.writes)
+        return self.resets.apply(OP, t, None, state, self.initial, self.batch_dim)
+
+
+@dataclass(frozen=True)
+class _OneStep:
+    """A step, its loss and its feedback, from (input, state) to the (input, state) after it."""
+
+    step: Callable[[State, State], tuple[State, State]]
+    loss: Callable[[State, int], Tensor]
+    feed: Callable[[State, int], State] | None
+    steps: int
+    gate: StateGradientGate
+    anew: _Anew | None
+
+    def __call__(self, t: int, carry: State, counted: bool) -> tuple[State, Tensor]:
+        """Behind the last step its output stands in the place of an input."""
+        given, state = self.gate.attach(t, self.gate.cut(t, carry))
+        if self.anew is not None:
+            state = self.anew.apply(t, state)
+        try:
+            result = self.step(given, state)
+        except (AttributeError, TypeError) as error:
+            if t > 0 or given is not None or "NoneType" not in str(error):
+                raise
+            text = message(OP, "start", "be given, the input of step 0, if step reads it", None)
+            raise TypeError(text) from error
+        if not isinstance(result, tuple) or len(result) != 2:
+            fail_type(OP, "step", "return (output, state)", type_name(result))
+        output, state = result
+        with torch.set_grad_enabled(counted and torch.is_grad_enabled()):
+            loss = self.loss(output, t)
+        loss = zero_dim_loss(OP, "loss", loss)
+        following = output
+        if self.feed is not None and t + 1 < self.steps:
+            following = self.feed(output, t)
+        if t == 0:  # the others are alike
+            check_nesting(OP, "state", state)
+            check_nesting(OP, "output" if self.feed is None else "what feed returns", following)
+        return (following, state), loss
+
+
+def _device(state: State, start: State) -> torch.device:
+    """Whose generators dropout draws from, beside the CPU's."""
+    for tensor in tensors((state, start)):
+        if tensor.device.type != "cpu":
+            return tensor.device
+    if torch.cuda.is_initialized():  # `step` may make tensors there
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _no_steps(state: State, start: State) -> RolloutOutput:
+    """The loss 0, with zero gradients for what would have had one."""
+    given = tensors((state, start))
+    device = given[0].device if given else None
+    tie = zero_gradient_tie(given) if torch.is_grad_enabled() else None
+    zero = torch.zeros((), device=device)
+    return RolloutOutput(zero if tie is None else tie, copy_nesting(state), None)
+
+
+def _check(
+    step: Any, state: Any, steps: Any, loss: Any, start: Any, feed: Any, k1: Any, k2: Any,
+    truncation: Any, checkpoint: Any, memory_budget: Any, reduction: Any, batch_dim: Any,
+) -> tuple[int, Truncation]:  # fmt: skip
+    for name, function in (("step", step), ("loss", loss), ("feed", feed)):
+        if not callable(function) and not (name == "feed" and function is None):
+            contract = "be callable" if name != "feed" else "be callable or None"
+            fail_type(OP, name, contract, type_name(function))
+    check_nesting(OP, "state", state)
+    check_nesting(OP, "start", start)
+    steps = integer(OP, "steps", steps)
+    if steps < 0:
+        fail_value(OP, "steps", "be at least 0", steps)
+    bounds = Truncation.of(OP, k1, k2, truncation)
+    if checkpoint is not None:
+        positive_int(OP, "checkpoint", checkpoint)
+    if memory_budget is not None:
+        positive_int(OP, "memory_budget", memory_budget)
+    one_of(OP, "reduction", reduction, REDUCTIONS)
+    batch_dim_of(OP, batch_dim)
+    return steps, bounds

@@ -1,0 +1,545 @@
+"""`tbptt`: truncated backpropagation through time over any user module, a window of steps at a
+time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accumext.distributed import gathered_once
+from accumext.recurrence import (
+    Feedback,
+    Inputs,
+    KeptState,
+    NoBatchAsSequence,
+    ReadAsSequence,
+    Replays,
+    Resets,
+    Start,
+    State,
+    Truncation,
+    batch_dim_of,
+    check_batch_dim,
+    check_nesting,
+    check_options,
+    check_unwritten,
+    detach,
+    fingerprints_of,
+    freeze,
+    hook_beyond,
+    map_tensors,
+    may_be_unbatched,
+    observing,
+    resets_of,
+    tensors,
+    windows,
+    with_shapes,
+    within_length_of,
+    write_counts,
+    zero_gradient_tie,
+)
+from accumext.tensors.checks import (
+    FLOAT_DTYPES,
+    REDUCTIONS,
+    FeedbackWord,
+    Reduction,
+    explained,
+    fail_type,
+    fail_value,
+    message,
+    one_of,
+    positive_int,
+    type_name,
+    zero_dim_loss,
+)
+
+OP = "tbptt"
+_SEQUENCES = (
+    "A module of sequences reads a step of them: token[None], or token[:, None] with batch_first; "
+    "return the output of that step"
+)
+IGNORED = -100  # `ignore_index` of `F.cross_entropy`
+
+
+class TBPTTResult(NamedTuple):
+    """The results of `tbptt`.
+
+    Attributes:
+        loss: 0-dim, detached, on the device.
+        tokens: int64 [T, B], the argmax (or sample) of each step. Of floating-point targets the
+            outputs [T, B, ...], detached.
+        state: after the last step, detached.
+    """
+
+    loss: Tensor
+    tokens: Tensor
+    state: State
+
+    def __repr__(self) -> str:
+        return with_shapes(self)
+
+
+@explained
+def tbptt(
+    step: Callable[..., tuple[Tensor, State]],
+    targets: Tensor,  # int64 [T, B], or floating-point [T, B, ...]
+    state: State,
+    *,
+    criterion: Callable[..., Tensor],
+    feedback: FeedbackWord | Tensor = "greedy",
+    start: float | Tensor = 0,
+    inputs: Tensor | None = None,  # int64 [T, B], or floating-point [T, B, ...]
+    resets: Tensor | None = None,  # bool [T, B]
+    k1: int = 1,
+    k2: int | None = None,
+    backward: Callable[[Tensor], Any] = torch.Tensor.backward,
+    reduction: Reduction = "mean",
+    teacher_forcing: float = 1.0,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+    lengths: Tensor | None = None,  # int64 [B]
+    context: tuple[Tensor, ...] = (),
+    batch_dim: int | None = None,
+) -> TBPTTResult:
+    """Truncated BPTT(k1, k2) over any module: a backward pass every k1 steps, through k2 steps.
+
+    The loss is `sum_t criterion(logits_t, targets[t])`, divided by T under "mean". After every k1
+    steps (and at the end) the loss of those steps flows back (docs/decoder.md, "k1 and k2"), the
+    graph is freed and the state detached, so memory is that of k2 steps. With k1 = k2 every step
+    runs once. With k1 < k2 a window starts again from the state k2 steps back, replaying tokens and
+    dropout, so that each step runs k2 / k1 times; `decode_loss` does the same for known cells
+    without running the head again.
+
+    Args:
+        step: `(token [B], state, *context) -> (logits [B, V], state)`; parameters get their
+            gradients wherever `step` has them. With floating-point inputs or targets, `(input
+            [B, ...], state, *context) -> (output [B, ...], state)`. It writes into none of its
+            arguments if windows overlap, and not into its state if there are `lengths` or `resets`.
+        targets: int64 [T, B]; or, for regression, floating-point [T, B, ...].
+        state: initial state, any nesting of tuples, lists, dicts and dataclasses; gradients reach
+            it from the windows that start at step 0, and from every reset.
+        criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as
+            `F.cross_entropy`; its mean is NaN in a step that is ignored everywhere, a sum is not.
+        feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but
+            for ignored targets: a negative one is fed as 0, any other as it is. With floating-point
+            inputs or targets feedback is "teacher", and what is fed are the `inputs`, by default
+            `start` followed by `targets[:-1]`; `accumext.rollout` feeds a model its own output.
+        resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
+            state again, whose gradient comes from there, too, whatever k1 and k2 are. Inputs are
+            not changed, and no tensor of the state may grow.
+        k1: steps between the ends of two windows.
+        k2: steps a gradient flows back from the end of a window, at least k1; None means k1.
+        backward: called with each window's loss: `opt.backward`, or `lambda loss:
+            scaler.scale(loss).backward()`. Under an `AccumulatingOptimizer` put the call inside
+            `with opt.micro_batch():`, so that the windows count as one micro-batch.
+        reduction: "mean" over the steps, or "sum".
+        lengths: int64 [B]. A row past its length keeps its state; its target is -100, which
+            `F.cross_entropy` ignores. With floating-point targets the criterion gets a third
+            argument, bool [B]: the rows that count. A step past all lengths has loss 0.
+        context: tensors handed to `step` at every step, such as attention memory. Gradients reach
+            them from every window, in the last backward pass.
+        batch_dim: where the state's tensors have the batch, if there are `lengths` or `resets`, as
+            in `decode_loss`; 0-dim tensors are everyone's. With `lengths` alone others may grow in
+            one dimension.
+
+    Returns:
+        A `TBPTTResult`, whose loss is 0 where T or B is. Nothing in it is read from the device.
+
+    Raises:
+        ValueError: a value or shape is wrong, such as k2 < k1.
+        TypeError: a type is wrong.
+        RuntimeError: `step` writes into arguments that are read again, or uses in several windows
+            a tensor with a graph of its own that is no `context`.
+
+    Example:
+        >>> result = accumext.tbptt(model, targets, hidden, criterion=F.cross_entropy, k1=1)
+
+    Source: Williams & Peng 1990.
+    """
+    if observing.observers:
+        observing.tell(tbptt, locals())
+    source, k1, k2, active, reset = _check(
+        step, targets, state, criterion, feedback, start, inputs, resets, k1, k2, backward,
+        reduction, teacher_forcing, temperature, generator, lengths, context, batch_dim,
+    )  # fmt: skip
+    steps = targets.shape[0]
+    loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
+    rows = None if active is None else _Rows(active, batch_dim or 0)
+    running = _Steps(step, _Losses(criterion, targets, rows), source, rows, reset, batch_dim or 0)
+    history = None
+    if k1 < k2:
+        history = _StateHistory(k2, Replays(KeptState(OP, "step", step), targets.device))
+    initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
+    # State and context may come from one graph, as those of an encoder do, which one backward pass
+    # frees: then the last window of all takes the gradients of the state along.
+    together = any(tensor.requires_grad for tensor in context)
+    losses: list[Tensor] = []
+    spans = windows(steps, k1, k2) if targets.shape[:2].numel() else []
+    last_from_initial = spans[-1] if together and spans else _last_from_initial(spans, reset)
+    for span in spans:
+        first, begin, end = span
+        if history is not None:
+            state = history.restore(first, state)
+        ends, reaches_initial = end == steps, span == last_from_initial
+        running.initial = initial.tensors(last=reaches_initial)
+        if first == 0:
+            state = running.initial
+        running.context = memory.tensors(last=ends)
+        with gathered_once(OP, step, criterion) as gathered:
+            loss, state = running.run(first, begin, end, state, history)
+            loss = loss * loss_factor
+            for tie in [graph.tie() for graph in ([initial] if reaches_initial else []) + [memory]]:
+                loss = loss if tie is None else loss + tie.to(loss.dtype)
+            if gathered is not None:
+                loss = gathered.finish(loss)
+        _call_backward(backward, loss, bool(losses))
+        losses.append(loss.detach())
+        state = detach(state)
+    if not losses:  # no steps, or no rows, whose mean would be NaN
+        return TBPTTResult(torch.zeros((), device=targets.device), targets.clone(), detach(state))
+    return TBPTTResult(torch.stack(losses).sum(), torch.stack(running.outputs), detach(state))
+
+
+def _last_from_initial(
+    spans: list[tuple[int, int, int]], resets: Resets | None
+) -> tuple[int, int, int] | None:
+    """The last window of which a step may read the initial state."""
+    steps = {0} if resets is None else {0, *resets.steps}
+    from_initial = [span for span in spans if any(span[0] <= step < span[2] for step in steps)]
+    return from_initial[-1] if from_initial else None
+
+
+def _call_backward(backward: Callable[[Tensor], Any], loss: Tensor, later: bool) -> None:
+    """Call it with the loss of a window, of the first one or a later one."""
+    try:
+        backward(loss)
+    except RuntimeError as error:
+        if not later or "backward through the graph a second time" not in str(error):
+            raise
+        contract = "keep no tensor with a graph from one window to the next"
+        got = "one whose graph the backward pass of an earlier window has freed"
+        advice = "Pass it as context, hand it on in the state, or detach it"
+        raise RuntimeError(message(OP, "step", contract, got, advice)) from error
+
+
+class _Rows:
+    """Rows of different lengths: their states and targets past their ends."""
+
+    def __init__(self, active: Tensor, batch_dim: int) -> None:  # bool [T, B]
+        self.active, self.batch_dim = active, batch_dim
+        self.any = active.any(1)  # [T]
+        # A step past all ends has a loss like any other, which is not counted: no mean of nothing.
+        self.counted = active | ~self.any[:, None]
+
+    def freeze(self, t: int, new: State, old: State) -> State:
+        return freeze(OP, self.active[t], new, old, self.batch_dim)
+
+    def targets(self, targets: Tensor) -> Tensor:
+        """Of int64 targets [T, B], those that count."""
+        past = torch.where(self.any[:, None], IGNORED, 0)
+        return torch.where(self.active, targets, past)
+
+
+class _Losses:
+    """The loss of every step."""
+
+    def __init__(
+        self, criterion: Callable[..., Tensor], targets: Tensor, rows: _Rows | None
+    ) -> None:
+        self.criterion, self.rows = criterion, rows
+        self.masks = rows is not None and targets.is_floating_point()
+        self.targets = targets if rows is None or self.masks else rows.targets(targets)
+
+    def of(self, t: int, output: Tensor) -> Tensor:
+        rows = self.rows
+        given = (rows.counted[t],) if rows is not None and self.masks else ()
+        try:
+            loss = self.criterion(output, self.targets[t], *given)
+        except (IndexError, RuntimeError, ValueError) as error:
+            shape = list(output.shape)
+            if self.masks or len(shape) != 3 or 1 not in shape[:2]:
+                raise
+            advice = "Return output[0]" if shape[0] == 1 else "Return output[:, 0]"
+            raise ValueError(message(OP, "step", "return logits [B, V]", shape, advice)) from error
+        loss = zero_dim_loss(OP, "criterion", loss)
+        return loss if rows is None else torch.where(rows.any[t], loss, 0)
+
+
+class _Steps:
+    """Runs steps, keeping the inputs that were fed and what came out."""
+
+    def __init__(
+        self, step: Callable[..., tuple[Tensor, State]], losses: _Losses, source: Inputs,
+        rows: _Rows | None, resets: Resets | None, batch_dim: int,
+    ) -> None:  # fmt: skip
+        self.step, self.losses, self.source, self.rows = step, losses, source, rows
+        self.resets, self.batch_dim = resets, batch_dim
+        self.initial: State = None
+        self.context: tuple[Tensor, ...] = ()
+        self.count = len(losses.targets)
+        self.predicts = not losses.targets.is_floating_point()
+        # [B] per step: separate tensors, as the graph of a lookup saves what it was given.
+        self.outputs: list[Tensor] = []  # tokens, or outputs where targets are no tokens
+        self.inputs = [source.teacher[0]] if self.count else []
+
+    def run(
+        self, first: int, begin: int, end: int, state: State, history: _StateHistory | None
+    ) -> tuple[Tensor, State]:
+        """The loss of the steps [begin, end) with a graph from `first` on, and the state after
+        them."""
+        losses = []
+        for t in range(first, end):
+            if history is not None:
+                history.save(t, state)
+            if self.resets is not None:
+                active = None if self.rows is None else self.rows.active
+                state = self.resets.apply(OP, t, active, state, self.initial, self.batch_dim)
+            given = self._read_again(t, state, history)
+            counts = write_counts(given)
+            looks = t == 0 and may_be_unbatched(state, len(self.inputs[t]))
+            try:
+                with NoBatchAsSequence(len(self.inputs[t])) if looks else nullcontext():
+                    result = self.step(self.inputs[t], state, *self.context)
+            except ReadAsSequence as error:
+                text = message(OP, "step", "take tokens [B]", error, _SEQUENCES)
+                raise TypeError(text) from error
+            except RuntimeError as error:
+                if "hx should also be" not in str(error):
+                    raise
+                text = message(OP, "step", "take tokens [B]", "a RuntimeError", _SEQUENCES)
+                raise TypeError(text) from error
+            what = "no tensor of its input, state or context"
+            check_unwritten(OP, "step", what, given, counts)
+            if not isinstance(result, tuple) or len(result) != 2:
+                advice = "Return both: return logits, state"
+                fail_type(OP, "step", "return (logits, state)", type_name(result), advice)
+            output, new_state = result
+            check_nesting(OP, "state", new_state)
+            if t == 0:
+                _check_order(output, state, new_state)
+            state = new_state if self.rows is None else self.rows.freeze(t, new_state, state)
+            if history is not None and t + 1 in (begin, end):
+                history.check(t, output, state)
+            if t < begin:
+                continue  # replayed for its graph; its loss belonged to an earlier window
+            losses.append(self.losses.of(t, output))
+            self._feed_back(t, output)
+        return torch.stack(losses).sum(), state
+
+    def _read_again(self, t: int, state: State, history: _StateHistory | None) -> list[Tensor]:
+        """Tensors that a step must not write into: its start, where windows overlap, and the state
+        that rows of other lengths stay in, or that rows are reset to."""
+        if history is None:
+            by_row = self.rows is not None or self.resets is not None
+            return tensors(state) if by_row else []
+        return tensors((self.inputs[t], state, self.context))
+
+    @torch.no_grad()
+    def _feed_back(self, t: int, output: Tensor) -> None:
+        chosen = self.source.choose(t, output) if self.predicts else output.detach().clone()
+        self.outputs.append(chosen)
+        if t + 1 < self.count:
+            self.inputs.append(self.source.next(t + 1, self.outputs[t]))
+
+
+def _check_order(output: Any, state: State, new_state: State) -> None:
+    """Raise for a step that returns (state, logits)."""
+    swapped = not isinstance(output, Tensor)
+    if not swapped and isinstance(state, Tensor) and isinstance(new_state, Tensor):
+        swapped = output.shape == state.shape != new_state.shape
+    if swapped:
+        got = f"({_shape(output)}, {_shape(new_state)})"
+        fail_type(OP, "step", "return (logits, state)", got, "Return them in this order")
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else type_name(value)
+
+
+class _SavedState(NamedTuple):
+    """The start of a step."""
+
+    step: int
+    state: State  # detached
+    write_counts: list[int]
+    start: Start
+
+
+class _StateHistory:
+    """The detached states of the last k2 steps and what else they began with, where windows
+    overlap."""
+
+    def __init__(self, k2: int, replays: Replays) -> None:
+        self._replays = replays
+        self._saved: deque[_SavedState] = deque(maxlen=k2)
+        self._last = -1  # the last step of the window before
+        self._results: list[Tensor] = []  # of that step, their fingerprints
+
+    def save(self, step: int, state: State) -> None:
+        """Save the state before `step`, once."""
+        if not self._saved or self._saved[-1].step < step:
+            state = detach(state)
+            counts = write_counts(tensors(state))
+            start = self._replays.start(graphs=True)
+            self._saved.append(_SavedState(step, state, counts, start))
+
+    def check(self, step: int, output: Tensor, state: State) -> None:
+        """Raise if a window that goes back before the end of the window before comes to other
+        results there."""
+        if step == self._last:
+            self._replays.check_same((output, state), self._results)
+        self._last, self._results = step, fingerprints_of((output, state))
+
+    def restore(self, step: int, current: State) -> State:
+        """The state before `step`, with the generators put back so that dropout replays, and what
+        the step has kept; `current` if the step has not been run yet."""
+        for saved in self._saved:
+            if saved.step == step:
+                what = "no state of an earlier step"
+                check_unwritten(OP, "step", what, tensors(saved.state), saved.write_counts)
+                self._replays.go_back(saved.start)
+                return saved.state
+        return current
+
+
+class _SharedGraph:
+    """Tensors that several windows start from: the initial state, the context.
+
+    A backward pass frees the graph it went through, so only the last of these windows may reach the
+    user's graph. Earlier ones start from detached leaves, whose gradients are added to those of the
+    last one (loss-scaled, as its own are).
+    """
+
+    def __init__(self, nesting: State) -> None:
+        self._nesting = nesting
+        # By id of the tensor each stands for, which may have several places in the nesting.
+        self._leaves: dict[int, Tensor] = {}
+        self._hooked: dict[int, Tensor] = {}
+
+    def tensors(self, last: bool) -> State:
+        """The nesting for one of these windows."""
+        return map_tensors(self._with_leaf_gradient if last else self._leaf, self._nesting)
+
+    def _leaf(self, value: Tensor) -> Tensor:
+        if not value.requires_grad:
+            return value
+        return self._leaves.setdefault(id(value), value.detach().requires_grad_())
+
+    def _with_leaf_gradient(self, value: Tensor) -> Tensor:
+        if id(value) in self._hooked:
+            return self._hooked[id(value)]
+        leaf = self._leaves.get(id(value))
+        if leaf is None or leaf.grad is None:
+            return value
+        earlier, hooked = leaf.grad, value.view_as(value)
+        hook_beyond(hooked, lambda gradient: gradient + earlier)
+        self._hooked[id(value)] = hooked
+        return hooked
+
+    def tie(self) -> Tensor | None:
+        """A 0 that makes backward reach every tensor that earlier windows have a gradient for."""
+        return zero_gradient_tie([*self._hooked.values()])
+
+
+def _check(
+    step: Any, targets: Any, state: Any, criterion: Any, feedback: Any, start: Any, inputs: Any,
+    resets: Any, k1: Any, k2: Any, backward: Any, reduction: Any, teacher_forcing: Any,
+    temperature: Any, generator: Any, lengths: Any, context: Any, batch_dim: Any,
+) -> tuple[Inputs, int, int, Tensor | None, Resets | None]:  # fmt: skip
+    for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
+        if not callable(function):
+            fail_type(OP, name, "be callable", type_name(function))
+        if isinstance(function, type) and issubclass(function, torch.nn.Module):
+            name_of = function.__name__
+            advice = f"Pass an instance, {name_of}()"
+            fail_type(OP, name, "be a function or module", f"the class {name_of}", advice)
+    _check_targets(targets, state)
+    check_nesting(OP, "state", state)
+    if isinstance(context, Tensor) or not isinstance(context, (tuple, list)):
+        fail_type(OP, "context", "be a tuple of tensors", type_name(context))
+    for index, tensor in enumerate(context):
+        if not isinstance(tensor, Tensor):
+            fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
+    k1 = positive_int(OP, "k1", k1)
+    k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
+    Truncation.of(OP, k1, k2, "fixed")  # k2 is at least k1
+    one_of(OP, "reduction", reduction, REDUCTIONS)
+    batch_dim_of(OP, batch_dim)
+    steps, batch = targets.shape[:2]
+    _check_layout(targets, state)
+    whose = "the device of targets"
+    active = None
+    if lengths is not None:
+        active = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
+    if resets is not None:
+        resets = resets_of(OP, resets, (steps, batch), state, targets.device, whose)
+    if lengths is not None or resets is not None:
+        check_batch_dim(OP, state, batch, batch_dim)
+    given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
+    if targets.is_floating_point() or given_floats:
+        source = Inputs(_known_inputs(targets, feedback, start, inputs))
+        check_options(OP, "teacher", teacher_forcing, temperature, generator)
+        return source, k1, k2, active, resets
+    fed = targets.clamp(min=0)
+    chosen = Feedback.of(
+        OP, feedback, fed if active is None else torch.where(active, fed, 0), start=start,
+        inputs=inputs, teacher_forcing=teacher_forcing, temperature=temperature,
+        generator=generator, rows=None,
+    )  # fmt: skip
+    return chosen.drawn(), k1, k2, active, resets
+
+
+def _check_targets(targets: Any, state: Any) -> None:
+    """Raise unless they are targets; they may have been taken for the state."""
+    advice = None
+    if isinstance(state, Tensor) and state.dtype == torch.int64 and state.dim() == 2:
+        advice = "Did you mean tbptt(step, targets, state)?"
+    if not isinstance(targets, Tensor) or targets.dtype not in (torch.int64, *FLOAT_DTYPES):
+        contract = "be an int64 tensor [T, B] or a floating-point tensor [T, B, ...]"
+        fail_type(OP, "targets", contract, type_name(targets), advice)
+    if targets.is_floating_point():
+        if targets.dim() < 2:
+            fail_value(OP, "targets", "have shape [T, B, ...]", list(targets.shape), advice)
+        if advice is not None:
+            contract = "be int64 tokens where the state is an int64 matrix"
+            fail_type(OP, "targets", contract, type_name(targets), advice)
+    elif targets.dim() != 2:
+        fail_value(OP, "targets", "have shape [T, B]", list(targets.shape), advice)
+
+
+def _check_layout(targets: Tensor, state: State) -> None:
+    """Raise where every matrix of the state says that B is the targets' other dimension."""
+    steps, batch = targets.shape[:2]
+    if steps != batch and {len(t) for t in tensors(state) if t.dim() == 2} == {steps}:
+        advice = "Did you mean targets.transpose(0, 1)?"
+        fail_value(OP, "targets", f"be [T, B] with B = {steps}", list(targets.shape), advice)
+
+
+def _known_inputs(targets: Tensor, feedback: Any, start: Any, inputs: Any) -> Tensor:
+    """The inputs of every step, [T, B, ...], where inputs or targets are no tokens."""
+    if not isinstance(feedback, str) or feedback != "teacher":
+        contract = "be 'teacher' where inputs or targets are floating-point"
+        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
+        fail_value(OP, "feedback", contract, got, "accumext.rollout feeds a model its own output")
+    shape = list(targets.shape[:2])
+    if inputs is not None:
+        if not isinstance(inputs, Tensor):
+            fail_type(OP, "inputs", "be a tensor [T, B, ...]", type_name(inputs))
+        if list(inputs.shape[:2]) != shape:
+            fail_value(OP, "inputs", f"have shape {shape} in front", list(inputs.shape))
+        if inputs.device != targets.device:
+            contract = f"be on the device of targets, {targets.device}"
+            fail_value(OP, "inputs", contract, inputs.device)
+        return inputs
+    if not isinstance(start, (Tensor, int, float)) or isinstance(start, bool):
+        fail_type(OP, "start", "be a number or a tensor [B, ...]", type_name(start))
+    first = torch.as_tensor(start, dtype=targets.dtype, device=targets.device)
+    row = targets.shape[1:]
+    if first.dim() > 0 and first.shape != row:
+        fail_value(OP, "start", f"have shape {list(row)}", list(first.shape))
+    return torch.cat([first.expand(1, *row), targets[:-1]])[: len(targets)]

@@ -1,0 +1,406 @@
+"""fp32 masters of half-precision parameters, which any optimizer can step on.
+
+A half-precision parameter loses every update below half a unit in its last place. Its master, the
+same number in float32, keeps them: gradients reach it unrounded, the optimizer steps on it, and the
+parameter gets the rounded master after every step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate, chain, count, groupby, repeat
+from operator import attrgetter, itemgetter
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accumext import ops
+from accumext.tensors import checks, memory_overlap
+from accumext.tensors.kinds import (
+    HALF_DTYPES,
+    dense_storage,
+    dense_storages,
+    is_dtensor,
+    main_dtype,
+    versions,
+)
+from accumext.tensors.scalars import Scalar, as_tensor
+
+Grads: TypeAlias = list[Tensor | None]
+State: TypeAlias = dict[str, Any]  # of an optimizer, as its `state_dict` returns it
+
+# Bytes of parameters that are rounded on the host before they are sent to their device: enough for
+# the bus's full speed, little enough for the sending to overlap with the rounding of the next.
+BUNDLE_BYTES = 16 * 2**20
+
+params_of = itemgetter("params")
+_parameter_of = attrgetter("parameter")
+_is_cpu = attrgetter("is_cpu")
+
+
+@dataclass(eq=False)
+class Link:
+    """The parameter that a master stands for."""
+
+    parameter: Tensor  # half precision
+    stochastic: bool  # whether the master is rounded into it stochastically
+    version: int | None = None  # of the parameter when the two last agreed; None: not known
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Link, (self.parameter, self.stochastic)  # copies of tensors count their writes anew
+
+    @torch.no_grad()
+    def settle(self, master: Tensor, write_master: bool) -> None:
+        """Where the parameter is no rounding of its master, write the one into the other."""
+        half, wide = dense_storage(self.parameter.detach()), dense_storage(master.detach())
+        values = half.to(wide.device, wide.dtype)
+        nearest = wide.to(half.dtype).to(wide.dtype)
+        agree = nearest == values
+        if self.stochastic:
+            # The other neighbour lies beyond the master, and nothing lies between the two: what is
+            # halfway is rounded to one of them.
+            beyond = (nearest != wide) & ((nearest < wide) == (wide < values))
+            halfway = (nearest * 0.5 + values * 0.5).to(half.dtype).to(wide.dtype)
+            agree |= beyond & ((halfway == nearest) | (halfway == values))
+        if write_master:
+            wide.copy_(torch.where(agree, wide, values))
+        else:
+            half.copy_(torch.where(agree, values, wide))
+
+
+def links_of(tensors: Iterable[Tensor]) -> dict[Tensor, Link]:
+    """The masters among these, and what each stands for."""
+    return {t: link for t in tensors if (link := getattr(t, "master_of", None)) is not None}
+
+
+def masters(
+    parameters: Iterable[Tensor],
+    device: torch.device | str | None = None,
+    stochastic_rounding: bool = False,
+) -> list[nn.Parameter]:
+    """fp32 copies of half-precision parameters, for an optimizer to step on.
+
+    `torch.optim.AdamW(masters)` in `AccumulatingOptimizer(..., masters=masters)` then sees the
+    window's gradient in float32, and after every step each parameter becomes its rounded master.
+    Masters cost 4 bytes per parameter; gradients of half precision are summed in float32 anyway.
+
+    Args:
+        parameters: as of `model.parameters()`; shards of `fully_shard`, too. Those that are not of
+            half precision, or are frozen, are returned themselves.
+        device: of the masters, and so of the gradients and the optimizer's state; None for that of
+            each parameter. "cpu" keeps them in the host's memory, pinned where there is a GPU.
+        stochastic_rounding: round to one of the two nearest numbers, with the probability that
+            makes the expected value that of the master, instead of to the nearest.
+
+    Returns:
+        One per parameter, in order; `master.master_of.parameter` is the one that it stands for.
+
+    Raises:
+        TypeError: an element is no tensor.
+        ValueError: a parameter is no leaf, or is sharded and on another device than `device`.
+
+    Example:
+        >>> masters = accumext.masters(model.parameters())
+        >>> adam = torch.optim.AdamW(masters, lr=1e-4, fused=True)
+        >>> opt = accumext.AccumulatingOptimizer(adam, masters=masters, window=8, max_norm=1.0)
+
+    Source: Micikevicius et al., "Mixed Precision Training" (2018), 3.1.
+    """
+    op = "masters"
+    if isinstance(parameters, (Tensor, dict, str)) or not isinstance(parameters, Iterable):
+        contract = "be an iterable of parameters"
+        checks.fail_type(op, "parameters", contract, checks.type_name(parameters))
+    checks.instance(op, "stochastic_rounding", stochastic_rounding, bool, "be a bool")
+    try:
+        place = None if device is None else torch.device(device)
+    except (RuntimeError, TypeError):
+        contract = "be None, for that of each parameter, or a device such as 'cpu'"
+        checks.fail_value("masters", "device", contract, repr(device))
+    made: dict[Tensor, nn.Parameter] = {}
+    given = list(parameters)
+    for index, parameter in enumerate(given):
+        _check_parameter(op, f"parameters[{index}]", parameter, place)
+        if parameter not in made:
+            made[parameter] = _master_of(parameter, place, stochastic_rounding)
+    return [made[parameter] for parameter in given]
+
+
+def _check_parameter(op: str, name: str, parameter: Any, place: torch.device | None) -> None:
+    checks.instance(op, name, parameter, Tensor, "be a parameter")
+    if not parameter.is_leaf:
+        checks.fail_value(op, name, "be a leaf", "a tensor with a graph")
+    if place is not None and is_dtensor(parameter) and place.type != parameter.device.type:
+        contract = f"be on {place} where its master is to be, for its shards stay with their mesh"
+        advice = "Shard with CPUOffloadPolicy, and leave device=None"
+        checks.fail_value(op, name, contract, parameter.device, advice)
+
+
+def _master_of(parameter: Tensor, place: torch.device | None, stochastic: bool) -> nn.Parameter:
+    if parameter.dtype not in HALF_DTYPES or not parameter.requires_grad:
+        return parameter  # type: ignore[return-value]
+    values = parameter.detach().to(place or parameter.device, main_dtype(parameter))
+    if values.is_cpu and not parameter.is_cpu:
+        values = values.pin_memory()
+    master = nn.Parameter(values)
+    vars(master)["master_of"] = Link(parameter, stochastic, *versions([parameter]))
+    return master
+
+
+def _crossing(parameters: Iterable[Tensor], masters: Iterable[Tensor]) -> list[bool]:
+    """Tell which parameters are on a device while their masters are in the host's memory."""
+    places = zip(map(_is_cpu, parameters), map(_is_cpu, masters), strict=True)
+    return [on_host and not here for here, on_host in places]
+
+
+class Target:
+    """The tensors an optimizer steps on: the model's parameters, or masters of some of them."""
+
+    def __init__(self, op: str, optimizer: Optimizer, masters: Any) -> None:
+        known = () if masters is None else masters
+        if not isinstance(known, (list, tuple)) or not all(isinstance(m, Tensor) for m in known):
+            contract = "be what accumext.masters returned, or None"
+            checks.fail_type(op, "masters", contract, checks.type_name(masters))
+        self._optimizer = optimizer
+        self.links = links_of(self.stepped_on())  # by master
+        self._known = len(self.stepped_on())  # tensors that were looked at
+        self.is_parameters = not self.links  # whether it steps on the parameters themselves
+        self.roundings = 0  # what seeds the next stochastic rounding: alike on all processes
+        if not self.links.keys() <= set(known):
+            contract = "hold every master that the optimizer steps on"
+            got = "None" if masters is None else "a list without some"
+            checks.fail_value(op, "masters", contract, got, "Pass what accumext.masters returned")
+        if not {link.parameter for link in links_of(known).values()}.isdisjoint(self.stepped_on()):
+            contract = "be what the optimizer steps on"
+            advice = "Make the optimizer of the masters, not of the model's parameters"
+            checks.fail_value(op, "masters", contract, "masters of its parameters", advice)
+        _check_one_each(op, "masters", self.links)
+
+    def stepped_on(self) -> list[Tensor]:
+        """Return the tensors that the optimizer holds."""
+        return list(chain.from_iterable(map(params_of, self._optimizer.param_groups)))
+
+    def parameters(self) -> list[Tensor]:
+        """Return the tensors that gradients are formed for, in the same order."""
+        stepped_on = self.stepped_on()
+        if self.is_parameters:
+            return stepped_on
+        if len(stepped_on) != self._known:  # somebody has added a group to the optimizer itself
+            self.know()
+        links = self.links
+        return [links[p].parameter if p in links else p for p in stepped_on]
+
+    def goes_to_host(self) -> list[bool]:
+        """Of which parameters gradients leave their device, for sums on the host; [] if of none."""
+        if not any(_crossing(map(_parameter_of, self.links.values()), self.links)):
+            return []
+        return _crossing(self.parameters(), self.stepped_on())
+
+    def send(self, grads: Grads) -> Callable[[], Grads]:
+        """Begin to bring all gradients to where their sums are; what is returned waits for them."""
+        if not (to_host := self.goes_to_host()):
+            return lambda: grads
+        there, devices = list(grads), set()
+        for i, (grad, far) in enumerate(zip(grads, to_host, strict=True)):
+            if far and grad is not None:
+                there[i] = grad.detach().to("cpu", non_blocking=True)  # in pinned memory
+                devices.add(grad.device)
+        streams = [torch.accelerator.current_stream(d) for d in devices if d.type != "cpu"]
+        events = [stream.record_event() for stream in streams]
+
+        def wait() -> Grads:
+            for event in events:
+                event.synchronize()
+            return there
+
+        return wait
+
+    @torch.no_grad()
+    def lend_grads(self) -> None:
+        """Give the masters their parameters' gradients as they are now."""
+        for master, link in self.links.items():
+            grad = link.parameter.grad
+            master.grad = None if grad is None else grad.to(master.device, master.dtype)
+
+    def take_grads_back(self) -> None:
+        """Undo that."""
+        for master in self.links:
+            master.grad = None
+
+    def take_over(self) -> None:
+        """Let masters follow parameters that others have written, as their versions tell."""
+        now = versions([link.parameter for link in self.links.values()])
+        for (master, link), version in zip(self.links.items(), now, strict=True):
+            if version is None or version != link.version:
+                link.settle(master, write_master=True)
+                link.version = version
+
+    def rounding(self, skip: Scalar = 0.0, *, every: bool = False) -> Rounding:
+        """Return the rounding into all parameters, or those whose gradient was lent, unless
+        `skip`."""
+        return Rounding(self, [m for m in self.links if every or m.grad is not None], skip)
+
+    def followed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A method of the optimizer, after which parameters follow the masters that it wrote."""
+        if self.is_parameters:
+            return method
+
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.take_over()
+            masters = list(self.links)
+            before = versions(masters)
+            try:
+                value = method(*args, **kwargs)
+                self._round_written(masters, before)
+            except BaseException:
+                self._round_written(masters, before)
+                raise
+            return value
+
+        return call
+
+    def _round_written(self, masters: list[Tensor], before: list[int | None]) -> None:
+        """Round those of these masters into their parameters that were written since."""
+        pairs = zip(masters, before, versions(masters), strict=True)
+        Rounding(self, [master for master, old, new in pairs if old != new]).write()
+
+    def check_added(self, op: str, param_group: Any) -> None:
+        """Raise where masters forbid a group; what else is wrong with it the optimizer says."""
+        given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
+        if isinstance(given, Iterator):  # it can be read only once
+            given = param_group["params"] = list(given)
+        members = [given] if isinstance(given, Tensor) else given
+        members = [m[1] if isinstance(m, tuple) and len(m) == 2 else m for m in members]
+        tensors = [m for m in members if isinstance(m, Tensor)]
+        added = links_of(tensors)
+        if added and self.is_parameters:
+            contract = "hold masters only where the optimizer was made with some"
+            advice = "Pass AccumulatingOptimizer(..., masters=...)"
+            checks.fail_value(op, "params", contract, "a master", advice)
+        if not {link.parameter for link in self.links.values()}.isdisjoint(tensors):
+            contract = "hold masters in place of their parameters"
+            checks.fail_value(op, "params", contract, "a parameter that has a master here")
+        _check_one_each(op, "params", self.links | added)
+
+    def know(self) -> None:
+        """Look again: parameters were added to the optimizer."""
+        stepped_on = self.stepped_on()
+        self.links |= links_of(stepped_on)
+        self._known = len(stepped_on)
+
+    def state_dict(self, packed: State) -> State:
+        """The optimizer's, with the masters by index and the count of roundings if it has any."""
+        mine = {i: p.detach() for i, p in enumerate(self.stepped_on()) if p in self.links}
+        saved = {"parameters": mine, "roundings": self.roundings}
+        return {**packed, "masters": saved} if mine else packed
+
+    def load_state_dict(self, op: str, packed: State, load: Callable[[State], None]) -> None:
+        """Check, `load` into the optimizer, and round saved masters into their parameters; where
+        none were saved, masters become what their parameters are. After an exception all of that
+        or nothing."""
+        saved = None if self.is_parameters else packed.get("masters")
+        mine = {i: p for i, p in enumerate(self.stepped_on()) if p in self.links}
+        if saved is not None:
+            _check_saved(op, saved, mine)
+        groups = self._optimizer.param_groups
+        try:
+            load(packed)
+            self._load_masters(mine, saved)
+        except BaseException:
+            if self._optimizer.param_groups is not groups:  # the optimizer has been loaded
+                self._load_masters(mine, saved)
+            raise
+
+    @torch.no_grad()
+    def _load_masters(self, mine: dict[int, Tensor], saved: Any) -> None:
+        for index, master in mine.items():
+            link = self.links[master]
+            source = link.parameter if saved is None else saved["parameters"][index]
+            master.copy_(source.detach())
+            link.settle(master, write_master=False)
+        if saved is not None:
+            self.roundings = saved["roundings"]
+
+
+class Rounding:
+    """Masters on their way into their parameters: once, unless they are written again."""
+
+    def __init__(self, target: Target, masters: list[Tensor], skip: Scalar = 0.0) -> None:
+        self._target, self._masters = target, masters
+        self._skip = skip  # not zero: nothing is written
+        self._first_seed = target.roundings
+        self._written: list[int | None] = []  # versions of the masters then
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Write the parameters. After an interrupt another call writes the same."""
+        if self._written and self._written == versions(self._masters):
+            return
+        links = [self._target.links[master] for master in self._masters]
+        halves = dense_storages([link.parameter.detach() for link in links])
+        wides = dense_storages([master.detach() for master in self._masters])
+        calls: dict[tuple[torch.device, bool, bool], list[tuple[Tensor, Tensor]]] = {}
+        for link, far, half, wide in zip(links, _crossing(halves, wides), halves, wides):
+            calls.setdefault((wide.device, far, link.stochastic), []).append((half, wide))
+        numbers, skip = count(self._first_seed), self._skip
+        for (device, far, stochastic), pairs in calls.items():
+            seeds: Iterator[Tensor | None] = repeat(None)
+            if stochastic:
+                seeds = (as_tensor(number, torch.int64, device) for number in numbers)
+            if not far:
+                parameters, masters = map(list, zip(*pairs, strict=True))
+                flag = skip.to(device, torch.float32) if isinstance(skip, Tensor) else None
+                ops.copy_rounded_(parameters, masters, seed=next(seeds), found_inf=flag)
+            elif not skip:  # a device's word of it has to be waited for here
+                _send_rounded(pairs, seeds)
+        self._target.roundings = next(numbers)
+        for link, version in zip(links, versions([link.parameter for link in links]), strict=True):
+            link.version = version
+        self._written = versions(self._masters)
+
+
+def _send_rounded(pairs: list[tuple[Tensor, Tensor]], seeds: Iterator[Tensor | None]) -> None:
+    """Round masters on the host: one bundle, while that before it is on its way to its device."""
+    ends = accumulate(parameter.nbytes for parameter, _ in pairs)
+    entries = zip(pairs, ends, strict=True)
+    for _, together in groupby(entries, key=lambda entry: entry[1] // BUNDLE_BYTES):
+        bundle = [pair for pair, _ in together]
+        rounded = [torch.empty_like(m, dtype=p.dtype, pin_memory=not p.is_cpu) for p, m in bundle]
+        ops.copy_rounded_(rounded, [master for _, master in bundle], seed=next(seeds))
+        for (parameter, _), values in zip(bundle, rounded, strict=True):
+            parameter.copy_(values, non_blocking=True)
+
+
+def _check_one_each(op: str, name: str, links: dict[Tensor, Link]) -> None:
+    """Raise unless every element that masters are rounded into has one master."""
+    parameters = [link.parameter for link in links.values()]
+    if len(set(parameters)) < len(parameters):
+        advice = "Call accumext.masters once, with all parameters"
+        checks.fail_value(op, name, "hold one master of a parameter", "two", advice)
+    if memory_overlap.any_shared([dense_storage(p.detach()) for p in parameters]):
+        contract = "be of parameters that share no memory"
+        advice = "Tie parameters by using one, not by views of it"
+        checks.fail_value(op, name, contract, "some of the same elements", advice)
+
+
+def _check_saved(op: str, saved: Any, mine: dict[int, Tensor]) -> None:
+    """Raise unless this is what `Target.state_dict` saved of these masters by index."""
+    name = "state_dict['masters']"
+    if not isinstance(saved, dict) or saved.keys() != {"parameters", "roundings"}:
+        contract = "be what the state_dict of an optimizer with masters has there"
+        checks.fail_value(op, name, contract, checks.type_name(saved))
+    checks.integer(op, f"{name}['roundings']", saved["roundings"])
+    values = saved["parameters"]
+    checks.instance(op, f"{name}['parameters']", values, dict, "be a dict")
+    if values.keys() != mine.keys():
+        checks.fail_value(op, name, f"be of the parameters {list(mine)}", list(values))
+    for index, master in mine.items():
+        part, value = f"{name}['parameters'][{index}]", values[index]
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            checks.fail_type(op, part, "be a floating-point tensor", checks.type_name(value))
+        if value.shape != master.shape:
+            checks.fail_value(op, part, f"have shape {list(master.shape)}", list(value.shape))

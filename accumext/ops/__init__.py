@@ -1,0 +1,572 @@
+"""The gradient operations: of each the schema, the default kernel and the public function."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from accumext.ops import reference
+from accumext.tensors import checks
+from accumext.tensors.torch_private import (
+    call_of_operator,
+    negated_view,
+    operator_name,
+    set_grad_enabled,
+    write_count,
+)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+_ops = torch.ops.accumext
+
+
+def _define(
+    name: str,
+    schema: str,  # with {factor} where the 0-dim tensor or float stands
+    kernel: Callable[..., Any],
+    fake: Callable[..., Any],
+    tensor_factor: str = "Tensor? inv_scale=None",
+    float_factor: str = "float inv_scale",
+) -> None:
+    """Two overloads, for a tensor and for a float; the tensor's comes first in the resolution.
+
+    Were there one, or the float's first, it would take a tensor too, by reading it from the device.
+    """
+    for overload, factor in (("", tensor_factor), (".scalar", float_factor)):
+        _define_overload(f"{name}{overload}", schema.format(factor=factor), kernel, fake)
+
+
+def _define_overload(
+    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    qualname = f"accumext::{name}"
+    torch.library.define(qualname, schema)
+    torch.library.impl(qualname, "default", kernel)
+    torch.library.register_fake(qualname, fake)
+
+
+def _norm_fake(tensors: Sequence[Tensor]) -> Tensor:
+    """A norm of these tensors without a value: 0-dim, in their accumulation dtype."""
+    dtype = reference.accumulation_dtype(*tensors)
+    return torch.empty((), dtype=dtype, device=tensors[0].device if tensors else None)
+
+
+def _without_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """`torch.no_grad()`, whose context manager takes as long as an operation on ten tensors."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        set_grad_enabled(False)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_grad_enabled(True)
+
+    return call
+
+
+def _mark_written(tensors: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
+    """Tell autograd, which compiled kernels bypass: what it saved must not change unseen."""
+    if tensors:
+        torch.autograd.graph.increment_version(tensors)
+    if found_inf is not None:
+        torch.autograd.graph.increment_version(found_inf)
+
+
+def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
+    """RuntimeError for what operators do not see, or too late; `accumext.tensors.checks` has the words.
+
+    Such are a tensor of torch.inference_mode, outside of it, and a negated view as `found_inf`: the
+    dispatcher makes a plain copy of it for the call and does not put back what was written.
+    """
+    if torch.compiler.is_compiling():
+        return
+    if found_inf is not None and found_inf.is_neg():
+        raise RuntimeError
+    if torch.is_inference_mode_enabled():
+        return
+    if found_inf is not None and found_inf.is_inference():
+        raise RuntimeError
+    for _ in map(write_count, tensors):  # inference tensors have none: the quickest way to ask
+        pass
+
+
+def _accumulated_else(
+    error: Exception,
+    check: Callable[[], None],  # the contract of the operator
+    op: Any,
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    options: dict[str, Any],
+) -> Tensor:
+    """Return the result of a failed call after all, or raise its error.
+
+    Operators do not write lists with negated views in them: those are written through copies.
+    """
+    name, found_inf = operator_name(op), options["found_inf"]
+    inv_scale = options["inv_scale"]
+    broken = checks.broken_contract(
+        error,
+        check,
+        functools.partial(checks.accumulate_memory, name, main_grads, grads, inv_scale, found_inf),
+        functools.partial(checks.writable, name, "main_grads", main_grads),
+        functools.partial(checks.writable, name, "found_inf", found_inf),
+    )
+    if broken is not error or not any(main_grad.is_neg() for main_grad in main_grads):
+        raise broken from None
+    norm: Tensor = _through_copies(lambda plain: op(plain, grads, **options), main_grads)
+    return norm
+
+
+def _through_copies(write: Callable[[list[Tensor]], _R], tensors: Sequence[Tensor]) -> _R:
+    """The result of `write` for these tensors, with copies of negated views, which are put back."""
+    plain = [tensor.resolve_neg() for tensor in tensors]
+    result = write(plain)
+    for tensor, written in zip(tensors, plain, strict=True):
+        if tensor.is_neg():
+            tensor.copy_(written)
+    return result
+
+
+def _accumulate_fake(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
+) -> Tensor:
+    checks.accumulate_(main_grads, grads, inv_scale, found_inf)
+    return _norm_fake(main_grads)
+
+
+_define(
+    "accumulate_",
+    "(Tensor(a!)[] main_grads, Tensor[] grads, *, {factor}, Tensor(b!)? found_inf=None, "
+    "bool overwrite=False) -> Tensor",
+    reference.accumulate_,
+    _accumulate_fake,
+)
+
+
+@_without_graph
+def accumulate_(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
+) -> Tensor:
+    """Unscale gradients, check them, add them to the main gradients and find the norm, in one pass.
+
+    `main_grad = main_grad + grad * inv_scale`, or `main_grad = grad * inv_scale` with `overwrite`.
+    Product and sum are each rounded once in float32 (float64 if either tensor is float64), then to
+    the dtype of the main gradient.
+
+    Args:
+        main_grads: buffers to accumulate into, changed in place. float16, bfloat16, float32 and
+            float64 may be mixed; any strides that do not overlap.
+        grads: one gradient per main gradient, of its shape. Dtype and strides need not match.
+        inv_scale: 1 / loss scale. A float, or a 0-dim tensor that is read on its device.
+        found_inf: 0-dim float32. Set to 1.0 if a gradient is not finite, otherwise left as it was.
+        overwrite: ignore what the main gradients held; they may be uninitialised.
+
+    Returns:
+        The 2-norm of the updated main gradients as one vector, 0-dim, float32 (float64 if a main
+        gradient is).
+
+    Raises:
+        ValueError: lengths, shapes or devices differ, or a main gradient overlaps itself.
+        TypeError: an entry is not a dense floating-point tensor, or `overwrite` no bool.
+
+    Example:
+        >>> main_grads = [torch.zeros(3)]
+        >>> grads = [torch.tensor([3.0, 0.0, 4.0], dtype=torch.bfloat16)]
+        >>> accumext.accumulate_(main_grads, grads, inv_scale=0.5)
+        tensor(2.5000)
+
+    The pass is the one of `multi_tensor_axpby` in NVIDIA apex's former `amp`, with the norm added.
+    """
+    if type(overwrite) is not bool:  # operators take what counts as one
+        checks.bools("accumulate_", overwrite=overwrite)
+    op = _ops.accumulate_.default if isinstance(inv_scale, Tensor) else _ops.accumulate_.scalar
+    options = {"inv_scale": inv_scale, "found_inf": found_inf, "overwrite": overwrite}
+    try:
+        _require_writable(main_grads, found_inf)
+        norm: Tensor = op(main_grads, grads, **options)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        check = functools.partial(checks.accumulate_, main_grads, grads, inv_scale, found_inf)
+        norm = _accumulated_else(error, check, op, main_grads, grads, options)
+    _mark_written(main_grads, found_inf)
+    return norm
+
+
+def accumulate_recorded(
+    norms: list[Tensor],
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
+    if_finite: bool = False,
+) -> None:
+    """`accumulate_` of valid operands, which appends the norm to a list.
+
+    With `if_finite`, `unscale_check_clip_accumulate_` without a limit. A signal, such as that of
+    Ctrl-C, is looked at between two calls in Python; call and record are one, so that after any
+    exception the list tells whether the main gradients were written.
+    """
+    operation = _ops.unscale_check_clip_accumulate_ if if_finite else _ops.accumulate_
+    op = operation.default if isinstance(inv_scale, Tensor) else operation.scalar
+    options: dict[str, Any] = {
+        "inv_scale": inv_scale, "found_inf": found_inf, "overwrite": overwrite
+    }  # fmt: skip
+    if if_finite:
+        options.update(max_norm=math.inf, if_finite=True)
+    _mark_written(main_grads, found_inf)
+    norms.extend(map(functools.partial(call_of_operator(op), main_grads, **options), (grads,)))
+
+
+def scale_recorded(done: list[Any], tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """`scale_` of valid operands, which appends something to a list as `accumulate_recorded`."""
+    op = _ops.scale_.default if isinstance(factor, Tensor) else _ops.scale_.scalar
+    torch.autograd.graph.increment_version(tensors)
+    done.extend(map(functools.partial(call_of_operator(op), tensors), (factor,)))
+
+
+def multiply_valid(
+    products: Sequence[Tensor], sources: Sequence[Tensor], factor: float | Tensor
+) -> Tensor:
+    """`products = sources * factor` of valid operands, where nothing knows the products yet.
+
+    Returns:
+        Their norm.
+    """
+    op = _ops.accumulate_.default if isinstance(factor, Tensor) else _ops.accumulate_.scalar
+    norm: Tensor = op(products, sources, inv_scale=factor, overwrite=True)
+    return norm
+
+
+def _unscale_check_clip_accumulate_fake(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor = 1.0,
+    max_norm: float,
+    norm_type: float = 2.0,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
+    if_finite: bool = False,
+) -> Tensor:
+    checks.unscale_check_clip_accumulate_(
+        main_grads, grads, inv_scale, max_norm, norm_type, found_inf
+    )
+    return _norm_fake(grads)
+
+
+_define(
+    "unscale_check_clip_accumulate_",
+    "(Tensor(a!)[] main_grads, Tensor[] grads, *, {factor}, float max_norm, float norm_type=2.0, "
+    "Tensor(b!)? found_inf=None, bool overwrite=False, bool if_finite=False) -> Tensor",
+    reference.unscale_check_clip_accumulate_,
+    _unscale_check_clip_accumulate_fake,
+)
+
+
+@_without_graph
+def unscale_check_clip_accumulate_(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *,
+    inv_scale: float | Tensor = 1.0,
+    max_norm: float,
+    norm_type: float = 2.0,
+    found_inf: Tensor | None = None,
+    overwrite: bool = False,
+    if_finite: bool = False,
+) -> Tensor:
+    """Clip one micro-batch to `max_norm` and accumulate it, in two reads of its gradients.
+
+    With `norm` the norm of `grads * inv_scale` and `clip_coef = min(1, max_norm / (norm + 1e-6))`:
+    `main_grad = main_grad + grad * (inv_scale * clip_coef)`, the factor formed in the accumulation
+    dtype of each pair.
+
+    Args:
+        main_grads: buffers to accumulate into, changed in place, as in `accumulate_`.
+        grads: one gradient per main gradient, of its shape.
+        inv_scale: 1 / loss scale. A float, or a 0-dim tensor that is read on its device.
+        max_norm: the largest norm this micro-batch may add; `inf` does not clip.
+        norm_type: p of the p-norm, any nonzero number, or `inf` for the largest magnitude.
+        found_inf: 0-dim float32. Set to 1.0 if a gradient is not finite, otherwise left as it was.
+        overwrite: ignore what the main gradients held; they may be uninitialised.
+        if_finite: leave the main gradients bit for bit as they were if a gradient is not finite.
+            Decided on the device.
+
+    Returns:
+        The norm of `grads * inv_scale` before clipping, 0-dim, float32 (float64 if a gradient is).
+
+    Raises:
+        ValueError: lengths, shapes or devices differ, a main gradient overlaps itself, `max_norm`
+            is negative or NaN, or `norm_type` is 0 or NaN.
+        TypeError: an entry is not a dense floating-point tensor, or an option no bool.
+
+    Example:
+        >>> main_grads, grads = [torch.zeros(2)], [torch.tensor([3.0, 4.0])]
+        >>> accumext.unscale_check_clip_accumulate_(main_grads, grads, max_norm=1.0)
+        tensor(5.)
+        >>> main_grads
+        [tensor([0.6000, 0.8000])]
+
+    The clip is that of `torch.nn.utils.clip_grad_norm_`.
+    """
+    if type(overwrite) is not bool or type(if_finite) is not bool:
+        name = "unscale_check_clip_accumulate_"
+        checks.bools(name, overwrite=overwrite, if_finite=if_finite)
+    overloads = _ops.unscale_check_clip_accumulate_
+    op = overloads.default if isinstance(inv_scale, Tensor) else overloads.scalar
+    options = {
+        "inv_scale": inv_scale,
+        "max_norm": max_norm,
+        "norm_type": norm_type,
+        "found_inf": found_inf,
+        "overwrite": overwrite,
+        "if_finite": if_finite,
+    }
+    try:
+        _require_writable(main_grads, found_inf)
+        norm: Tensor = op(main_grads, grads, **options)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        contract = checks.unscale_check_clip_accumulate_
+        check = functools.partial(
+            contract, main_grads, grads, inv_scale, max_norm, norm_type, found_inf
+        )
+        norm = _accumulated_else(error, check, op, main_grads, grads, options)
+    _mark_written(main_grads, found_inf)
+    return norm
+
+
+def _total_norm_fake(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float = 2.0,
+    inv_scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    checks.total_norm(grads, norm_type, inv_scale, found_inf)
+    return _norm_fake(grads)
+
+
+_define(
+    "total_norm",
+    "(Tensor[] grads, *, float norm_type=2.0, {factor}, Tensor(a!)? found_inf=None) -> Tensor",
+    reference.total_norm,
+    _total_norm_fake,
+)
+
+
+@_without_graph
+def total_norm(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float = 2.0,
+    inv_scale: float | Tensor = 1.0,
+    found_inf: Tensor | None = None,
+) -> Tensor:
+    """The norm of unscaled gradients as one vector, in one read.
+
+    `(sum |grad * inv_scale| ** p) ** (1 / p)`; the largest magnitude for p = inf, the smallest for
+    p = -inf, NaN if any element is. Sums are formed per chunk in float32 (float64 for float64) and
+    combined in a fixed order: the same bits for any number of threads.
+
+    Args:
+        grads: dense floating-point tensors of any dtypes, shapes and strides. None, or only empty
+            ones, give 0.
+        norm_type: p, any nonzero number, or `inf` or `-inf`.
+        inv_scale: 1 / loss scale. A float, or a 0-dim tensor that is read on its device.
+        found_inf: 0-dim float32. Set to 1.0 if a gradient is not finite, otherwise left as it was.
+
+    Returns:
+        The norm, 0-dim, float32 (float64 if a gradient is).
+
+    Raises:
+        ValueError: devices differ, or `norm_type` is 0 or NaN.
+        TypeError: an entry is not a dense floating-point tensor.
+
+    Example:
+        >>> accumext.total_norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float16)])
+        tensor(5.)
+    """
+    op = _ops.total_norm.default if isinstance(inv_scale, Tensor) else _ops.total_norm.scalar
+    try:
+        _require_writable((), found_inf)
+        norm: Tensor = op(grads, norm_type=norm_type, inv_scale=inv_scale, found_inf=found_inf)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise checks.broken_contract(
+            error,
+            functools.partial(checks.total_norm, grads, norm_type, inv_scale, found_inf),
+            functools.partial(checks.norm_memory, grads, inv_scale, found_inf),
+            functools.partial(checks.writable, "total_norm", "found_inf", found_inf),
+        ) from None
+    _mark_written((), found_inf)
+    return norm
+
+
+def _scale_fake(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    checks.scale_(grads, factor)
+
+
+_define(
+    "scale_",
+    "(Tensor(a!)[] grads, {factor}) -> ()",
+    reference.scale_,
+    _scale_fake,
+    tensor_factor="Tensor factor",
+    float_factor="float factor",
+)
+
+
+@_without_graph
+def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply tensors in place: `grad = grad * factor`, a no-op where the factor is exactly 1.0.
+
+    The product is rounded once in float32 (float64 for float64), then to the dtype of the tensor.
+
+    Args:
+        grads: dense floating-point tensors of any dtypes and shapes; any strides that do not
+            overlap.
+        factor: a float, or a 0-dim tensor that is read on its device.
+
+    Raises:
+        ValueError: devices differ, or a tensor overlaps itself.
+        TypeError: an entry is not a dense floating-point tensor.
+
+    Example:
+        >>> grads = [torch.tensor([2.0, 4.0])]
+        >>> accumext.scale_(grads, 0.5)
+        >>> grads
+        [tensor([1., 2.])]
+    """
+    op = _ops.scale_.default if isinstance(factor, Tensor) else _ops.scale_.scalar
+    try:
+        _require_writable(grads)
+        op(grads, factor)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        broken = checks.broken_contract(
+            error,
+            functools.partial(checks.scale_, grads, factor),
+            functools.partial(checks.scale_memory, grads, factor),
+            functools.partial(checks.writable, "scale_", "grads", grads),
+        )
+        if broken is not error or not any(grad.is_neg() for grad in grads):
+            raise broken from None
+        # The memory of a negated view may be multiplied as well as its negative: it is the same.
+        op([negated_view(grad) if grad.is_neg() else grad for grad in grads], factor)
+    _mark_written(grads)
+
+
+# `scale_` of valid operands by a float, in one call of C++.
+SCALE: Callable[[Sequence[Tensor], float], None] = call_of_operator(_ops.scale_.scalar)
+
+
+def _copy_rounded_fake(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    *,
+    seed: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    checks.copy_rounded_(targets, sources, seed, found_inf)
+
+
+_define_overload(
+    "copy_rounded_",
+    "(Tensor(a!)[] targets, Tensor[] sources, *, Tensor? seed=None, Tensor? found_inf=None) -> ()",
+    reference.copy_rounded_,
+    _copy_rounded_fake,
+)
+
+
+@_without_graph
+def copy_rounded_(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],
+    *,
+    seed: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """Copy tensors into others of a dtype with fewer digits, in one pass: `target = round(source)`.
+
+    Without a seed, to the nearest value, ties to even, as `Tensor.copy_` does. With a seed,
+    stochastically: to one of the two neighbours of the value in the dtype of the target, the
+    nearer one more often, so that the expectation of the result is the value. Where half-precision
+    weights are written after every optimizer step, updates that are smaller than half the distance
+    of two neighbours are then not lost.
+
+    A value that the dtype of the target has stays what it is, and so do inf and NaN. Beyond the
+    largest finite number of the dtype there is no second neighbour, and values are rounded to
+    nearest. A target that is as wide as its source, or wider, is a plain copy.
+
+    The random bits of an element depend only on the seed, on the number of its tensor in the list
+    and on the number of the element in its tensor in row-major order: results are the same for
+    any strides, number of threads and backend. They are those of Philox4x32-7 with the seed as
+    its key. Probabilities are exact for bfloat16 of float32 and for normal numbers in float16 of
+    float32, and otherwise multiples of 2 ** -31.
+
+    Args:
+        targets: changed in place. float16, bfloat16, float32 and float64 may be mixed; any strides
+            that do not overlap.
+        sources: one per target, of its shape. Dtype and strides need not match.
+        seed: 0-dim int64 tensor, read on its device; a new value for every call, for example
+            incremented by `seed.add_(1)`. None rounds to nearest.
+        found_inf: 0-dim float32 tensor, read on its device. Where it is not 0, no target is
+            written.
+
+    Raises:
+        ValueError: lengths, shapes or devices differ, or a target overlaps itself, another target
+            or a source other than its own.
+        TypeError: an entry is not a dense floating-point tensor, or `seed` is not an int64 one.
+
+    Example:
+        >>> weights, masters = [torch.zeros(2, dtype=torch.bfloat16)], [torch.tensor([1.0, 1.005])]
+        >>> accumext.copy_rounded_(weights, masters)
+        >>> weights
+        [tensor([1.0000, 1.0078], dtype=torch.bfloat16)]
+        >>> accumext.copy_rounded_(weights, masters, seed=torch.tensor(0))
+
+    Philox is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011.
+    """
+    op = _ops.copy_rounded_.default
+    options = {"seed": seed, "found_inf": found_inf}
+    try:
+        _require_writable(targets)
+        op(targets, sources, **options)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        broken = checks.broken_contract(
+            error,
+            functools.partial(checks.copy_rounded_, targets, sources, seed, found_inf),
+            functools.partial(checks.copy_memory, targets, sources, seed, found_inf),
+            functools.partial(checks.writable, "copy_rounded_", "targets", targets),
+        )
+        if broken is not error or not any(target.is_neg() for target in targets):
+            raise broken from None
+        _through_copies(lambda plain: op(plain, sources, **options), targets)
+    _mark_written(targets)
+
+
+_define_overload(
+    "window_factors",
+    torch.library.infer_schema(reference.window_factors, mutates_args=("numbers", "flags")),
+    reference.window_factors,
+    lambda *_, **__: None,
+)
+WINDOW_FACTORS: Callable[..., None] = call_of_operator(_ops.window_factors.default)

@@ -1,0 +1,308 @@
+"""Each gradient operation in plain PyTorch: kernel where none is compiled, oracle of the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from accumext.tensors import checks
+from accumext.tensors.scalars import Scalar, divide
+
+_CHUNK_SIZE = 2048  # elements; short sums in float32 are accurate, and torch does not split them
+
+
+@torch.no_grad()
+def accumulate_(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],  # shapes of main_grads
+    *,
+    inv_scale: float | Tensor = 1.0,  # float or []
+    found_inf: Tensor | None = None,  # []
+    overwrite: bool = False,
+) -> Tensor:  # []
+    """`main_grad = main_grad + grad * inv_scale`; returns the 2-norm of the result."""
+    checks.accumulate_(main_grads, grads, inv_scale, found_inf)
+    checks.accumulate_memory("accumulate_", main_grads, grads, inv_scale, found_inf)
+    _mark_nonfinite(found_inf, grads)
+    for main_grad, grad in zip(main_grads, grads, strict=True):
+        main_grad.copy_(_updated(main_grad, grad, inv_scale, overwrite))
+    return _norm(main_grads, 2.0)
+
+
+@torch.no_grad()
+def unscale_check_clip_accumulate_(
+    main_grads: Sequence[Tensor],
+    grads: Sequence[Tensor],  # shapes of main_grads
+    *,
+    inv_scale: float | Tensor = 1.0,  # float or []
+    max_norm: float,
+    norm_type: float = 2.0,
+    found_inf: Tensor | None = None,  # []
+    overwrite: bool = False,
+    if_finite: bool = False,
+) -> Tensor:  # []
+    """`main_grad = main_grad + grad * (inv_scale * clip_coef)`; returns the unclipped norm."""
+    checks.unscale_check_clip_accumulate_(
+        main_grads, grads, inv_scale, max_norm, norm_type, found_inf
+    )
+    op = "unscale_check_clip_accumulate_"
+    checks.accumulate_memory(op, main_grads, grads, inv_scale, found_inf)
+    norm = _norm(grads, norm_type, inv_scale)
+    coef = clip_coef(norm, max_norm)
+    finite = _all_finite(grads)
+    _mark_nonfinite(found_inf, grads)
+    for main_grad, grad in zip(main_grads, grads, strict=True):
+        dtype = accumulation_dtype(main_grad, grad)
+        factor = _scaled(coef, inv_scale, dtype)
+        updated = _updated(main_grad, grad, factor, overwrite).to(main_grad.dtype)
+        main_grad.copy_(torch.where(finite, updated, main_grad) if if_finite else updated)
+    return norm
+
+
+@torch.no_grad()
+def total_norm(
+    grads: Sequence[Tensor],
+    *,
+    norm_type: float = 2.0,
+    inv_scale: float | Tensor = 1.0,  # float or []
+    found_inf: Tensor | None = None,  # []
+) -> Tensor:  # []
+    """The norm of `grads * inv_scale`, taken as one vector."""
+    checks.total_norm(grads, norm_type, inv_scale, found_inf)
+    checks.norm_memory(grads, inv_scale, found_inf)
+    _mark_nonfinite(found_inf, grads)
+    return _norm(grads, norm_type, inv_scale)
+
+
+@torch.no_grad()
+def scale_(
+    grads: Sequence[Tensor],
+    factor: float | Tensor,  # float or []
+) -> None:
+    """`grad = grad * factor`."""
+    checks.scale_(grads, factor)
+    checks.scale_memory(grads, factor)
+    for grad in grads:
+        dtype = accumulation_dtype(grad)
+        if grad.dtype == dtype:  # the same, without a second tensor of its size
+            grad.mul_(factor.to(dtype) if isinstance(factor, Tensor) else factor)
+        else:
+            grad.copy_(_scaled(grad, factor, dtype))
+
+
+@torch.no_grad()
+def copy_rounded_(
+    targets: Sequence[Tensor],
+    sources: Sequence[Tensor],  # shapes of targets
+    *,
+    seed: Tensor | None = None,  # [] int64
+    found_inf: Tensor | None = None,  # []
+) -> None:
+    """`target = round(source)`, unless `found_inf` is set; with a seed, rounded stochastically."""
+    checks.copy_rounded_(targets, sources, seed, found_inf)
+    checks.copy_memory(targets, sources, seed, found_inf)
+    for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        rounded = source
+        if seed is not None and target.element_size() < source.element_size():
+            rounded = _stochastically_rounded(source, target.dtype, seed, i)
+        if found_inf is not None:
+            rounded = torch.where(found_inf != 0, target, rounded.to(target.dtype))
+        target.copy_(rounded)
+
+
+def window_factors(
+    numbers: Tensor,  # [3] float64: norm, clip_coef, factor
+    flags: Tensor,  # [3] float32: 1 / factor, skip, found_inf
+    main_grads: Sequence[Tensor],  # the sums of a window, looked at where no norm is given
+    norm: Tensor | None,  # []; None: their 2-norm, and whether they are finite, is found
+    *,
+    unit: float,
+    device_unit: Tensor | None,  # [], as are the tensors that follow; in place of unit
+    weight: Tensor | None,
+    scale: Tensor | None,  # None: 1
+    max_norm: float | None,  # None: no clip
+    normalised: bool,  # the norm is that of the normalised gradient already
+    checks_norm: bool,  # a norm that is not finite skips the step
+    overflow: Tensor | None,  # not 0 where a sum is not finite; None: 0
+    found_inf: Tensor | None,  # not 0 where a gradient that came in was not finite; None: 0
+    finite: Tensor | None,  # micro-batches that were, where the others were left out
+) -> None:
+    """`factor = unit / weight / scale * clip_coef`, and whether to step on `sums * factor`."""
+    if norm is None:
+        overflow = torch.zeros((), dtype=torch.float32, device=numbers.device)
+        _mark_nonfinite(overflow, main_grads)
+        norm = _norm(main_grads, 2.0)
+    norm, one = norm.double(), torch.ones_like(numbers[0])
+    # Tensors even of what the host knows: a number divided by a tensor would be rounded twice, as
+    # torch's clip and `clip_coef` do.
+    numerator = one * unit if device_unit is None else device_unit
+    factor = one * window_quotient(numerator, weight, one if scale is None else scale)
+    broken = ~factor.isfinite()
+    if checks_norm:
+        broken |= ~norm.isfinite()
+    if overflow is not None:
+        broken |= overflow != 0
+    if not normalised:
+        norm = norm * factor
+    coef = one
+    if max_norm is not None:
+        coef = (one * max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = factor * coef
+    found = broken if found_inf is None else broken | (found_inf != 0)
+    skip = found if finite is None else broken | (finite == 0)
+    numbers.copy_(torch.stack([norm, coef, factor]))
+    flags.copy_(torch.stack([1.0 / factor, skip, found]))
+
+
+def window_quotient(
+    unit: Scalar,
+    weight: Tensor | None,  # [] float64; 0, where nothing counts, makes 0 of everything
+    scale: Scalar,
+) -> Scalar:
+    """`unit / weight / scale`: what makes the window's gradient of its sums."""
+    if weight is not None:
+        positive = weight > 0
+        unit = unit / torch.where(positive, weight, 1.0) * positive
+    return divide(unit, scale)
+
+
+def _stochastically_rounded(source: Tensor, dtype: torch.dtype, seed: Tensor, i: int) -> Tensor:
+    """A neighbour of each element in a narrower dtype, by its random bits; nearest beyond them all.
+
+    The neighbour away from zero has the probability of the distance from the other one, in units
+    of their distance, rounded down to a multiple of 2 ** -31.
+    """
+    info = torch.finfo(dtype)
+    magnitude = source.double().abs()
+    least_exponent = round(math.log2(info.smallest_normal))
+    exponent = (magnitude.view(torch.int64) >> 52).sub(1023).clamp(min=least_exponent)
+    distance = _power_of_two(exponent + round(math.log2(info.eps)))  # of neighbours
+    units = magnitude / distance
+    lower = units.floor()
+    away = ((units - lower) * 2**31).floor().to(torch.int64)
+    upper = (random_bits(seed, i, source.shape) >> 1) + away >= 2**31
+    rounded = ((lower + upper) * distance).copysign(source.double())
+    return torch.where(magnitude <= info.max, rounded.to(dtype), source.to(dtype))
+
+
+def _power_of_two(exponent: Tensor) -> Tensor:
+    """`2.0 ** exponent` of int64 in float64, exactly."""
+    return (exponent + 1023 << 52).view(torch.float64)
+
+
+def random_bits(
+    seed: Tensor,  # [] int64
+    i: int,
+    shape: Sequence[int],
+) -> Tensor:  # [*shape] int64
+    """32 random bits for each element of the i-th tensor of a list.
+
+    Elements are counted in row-major order, whatever their strides. Two streams give 16 bits each,
+    of which most elements need only the high ones; a block of 128 bits serves 8 elements.
+    """
+    count = math.prod(shape)
+    blocks = torch.arange(-(-count // 8), device=seed.device)
+    halves = []
+    for stream in range(2):
+        words = _philox(blocks, i, stream, seed)
+        halves.append(torch.stack([words & 0xFFFF, words >> 16], dim=-1))
+    high, low = halves
+    return (high << 16 | low).reshape(-1)[:count].reshape(shape)
+
+
+def _philox(
+    block: Tensor,  # [N] int64, from 0
+    i: int,
+    stream: int,
+    seed: Tensor,  # [] int64
+) -> Tensor:  # [N, 4] int64, of 32 bits each
+    """Philox4x32-7 with the seed as its key and (block, i, stream) as its counter.
+
+    Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
+    """
+    low = 0xFFFFFFFF
+    a, b = block & low, block >> 32
+    c, d = torch.full_like(block, i), torch.full_like(block, stream)
+    key_0, key_1 = seed & low, seed >> 32 & low
+    for _ in range(7):
+        # Products of 64 bits wrap into the sign, which shifts then extend.
+        product_a, product_c = a * 0xD2511F53, c * 0xCD9E8D57
+        a, b = (product_c >> 32 & low) ^ b ^ key_0, product_c & low
+        c, d = (product_a >> 32 & low) ^ d ^ key_1, product_a & low
+        key_0, key_1 = key_0 + 0x9E3779B9 & low, key_1 + 0xBB67AE85 & low
+    return torch.stack([a, b, c, d], dim=1)
+
+
+def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
+    """float64 if any of the tensors is, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+def clip_coef(
+    norm: Tensor,  # []
+    max_norm: float,
+) -> Tensor:  # []
+    """`min(1, max_norm / (norm + 1e-6))`; NaN where the norm is NaN, as in torch.
+
+    Without a limit, or one beyond the dtype of the norm, it is 1, also where the norm of finite
+    gradients overflowed.
+    """
+    if max_norm > torch.finfo(norm.dtype).max:
+        return torch.ones_like(norm)
+    coef: Tensor = max_norm / (norm + 1e-6)
+    return coef.clamp(max=1.0)
+
+
+def _scaled(tensor: Tensor, factor: float | Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor * factor` with both brought to `dtype` first, so that only the product is rounded."""
+    return tensor.to(dtype) * (factor.to(dtype) if isinstance(factor, Tensor) else factor)
+
+
+def _updated(main_grad: Tensor, grad: Tensor, factor: float | Tensor, overwrite: bool) -> Tensor:
+    """The main gradient afterwards, in the accumulation dtype of the pair."""
+    dtype = accumulation_dtype(main_grad, grad)
+    scaled = _scaled(grad, factor, dtype)
+    return scaled if overwrite else main_grad.to(dtype) + scaled
+
+
+def _norm(tensors: Sequence[Tensor], norm_type: float, inv_scale: float | Tensor = 1.0) -> Tensor:
+    """The norm of the tensors' norms, each in its accumulation dtype; 0 where no element is."""
+    dtype = accumulation_dtype(*tensors)
+    norms = [
+        _vector_norm(_scaled(t, inv_scale, accumulation_dtype(t)).reshape(-1), norm_type).to(dtype)
+        for t in tensors
+        if t.numel() > 0
+    ]
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=tensors[0].device if tensors else None)
+    return _vector_norm(torch.stack(norms), norm_type)
+
+
+def _vector_norm(
+    elements: Tensor,  # [N]
+    norm_type: float,
+) -> Tensor:  # []
+    """The norm of the chunks' norms and the rest; one long sum would depend on torch's threads."""
+    chunks = elements.numel() // _CHUNK_SIZE
+    if chunks == 0:
+        norm: Tensor = torch.linalg.vector_norm(elements, norm_type)
+        return norm
+    whole, rest = elements.tensor_split([chunks * _CHUNK_SIZE])
+    norms = torch.linalg.vector_norm(whole.view(chunks, _CHUNK_SIZE), norm_type, dim=1)
+    return _vector_norm(torch.cat([norms, rest]), norm_type)
+
+
+def _all_finite(tensors: Sequence[Tensor]) -> Tensor:  # [] bool
+    """Tell whether every element is finite, still on the device."""
+    if not tensors:
+        return torch.tensor(True, device="cpu")
+    return torch.stack([t.isfinite().all() for t in tensors]).all()
+
+
+def _mark_nonfinite(found_inf: Tensor | None, grads: Sequence[Tensor]) -> None:
+    """Set `found_inf` to 1.0 where a gradient is not finite; otherwise leave it as it was."""
+    if found_inf is not None and grads:
+        found_inf.masked_fill_(~_all_finite(grads), 1.0)

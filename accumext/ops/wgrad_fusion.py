@@ -1,0 +1,131 @@
+"""Weight-gradient accumulation fusion: an operator adds to an optimizer's sum of gradients instead
+of returning one, so that none of the weight's size is made beside it.
+
+As the `main_grad` of Megatron-LM and TransformerEngine, but the sums stay with the optimizer: its
+parameters know its `MainGrads`. An operator that finds in the forward pass that there will be a sum
+(`may_fuse`) may leave the weight's gradient to the backward pass (the decoder forms its logits
+again for that). In the optimizer's own backward pass `destination` hands the sum out. The operator
+adds to it, and returns no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+from weakref import ReferenceType, finalize, ref
+
+import torch
+from torch import Tensor
+
+from accumext.tensors.torch_private import gradient_hooks
+
+_OWNER = "_main_grad_owner"
+
+
+class Holder(Protocol):
+    """The state of an optimizer."""
+
+    def expects_sum(self, parameter: Tensor) -> bool:
+        """Tell whether the next backward pass adds to a sum of this parameter that is there."""
+
+    def nothing_to_clip(self) -> None:
+        """`clip_grad_norm_` has found no gradient of its parameters."""
+
+
+class _Owner:
+    """The main gradients of an optimizer, while it lives; unknown to a pickled parameter."""
+
+    def __init__(self, main_grads: MainGrads) -> None:
+        self.reference: Callable[[], MainGrads | None] = ref(main_grads)
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return type(None), ()
+
+
+class MainGrads:
+    """The sums that an optimizer offers to operators that use its parameters."""
+
+    def __init__(self, holder: Holder, parameters: Iterable[Tensor]) -> None:
+        self._holder = ref(holder)
+        self._owner = _Owner(self)
+        self._parameters: list[ReferenceType[Tensor]] = []
+        # While a backward pass of the optimizer runs: the sum of a parameter, to which operators
+        # may add; None for one whose gradient takes the usual way.
+        self.lookup: Callable[[Tensor], Tensor | None] | None = None
+        finalize(self, _remove, self._parameters, self._owner)
+        self.declare(parameters)
+
+    def declare(self, parameters: Iterable[Tensor]) -> None:
+        """Let these parameters know of it."""
+        for parameter in parameters:
+            if getattr(parameter, _OWNER, None) is not self._owner:
+                vars(parameter)[_OWNER] = self._owner
+                self._parameters.append(ref(parameter))
+
+    def expected(self, parameter: Tensor) -> bool:
+        """See `may_fuse`."""
+        holder = self._holder()
+        return holder is not None and holder.expects_sum(parameter)
+
+    def nothing_to_clip(self) -> None:
+        """See `say_nothing_to_clip`."""
+        holder = self._holder()
+        if holder is not None:
+            holder.nothing_to_clip()
+
+    def hand_out(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """See `destination`."""
+        main = None if self.lookup is None else self.lookup(parameter)
+        if main is None or main.dtype != dtype or not main.is_contiguous():
+            return None
+        return main
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # whoever holds it makes another
+
+
+def _remove(parameters: list[ReferenceType[Tensor]], owner: _Owner) -> None:
+    for reference in parameters:
+        parameter = reference()
+        if parameter is not None and getattr(parameter, _OWNER, None) is owner:
+            vars(parameter).pop(_OWNER, None)
+
+
+def _owner_of(parameter: Tensor) -> MainGrads | None:
+    """The main gradients that a parameter has a part in, unless a hook has to see its gradient."""
+    owner = getattr(parameter, _OWNER, None)
+    if owner is None or not parameter.is_leaf or _has_hooks(parameter):
+        return None
+    main_grads: MainGrads | None = owner.reference()
+    return main_grads
+
+
+def _has_hooks(parameter: Tensor) -> bool:
+    """Tell whether there are hooks but the optimizer's own, which come with its backward pass."""
+    hooks = [hook for several in gradient_hooks(parameter) for hook in (several or {}).values()]
+    return not all(str(getattr(hook, "__module__", "")).startswith("accumext.") for hook in hooks)
+
+
+def may_fuse(parameter: Tensor) -> bool:
+    """Tell whether an optimizer expects to offer a sum, and no hook has to see the gradient."""
+    owner = _owner_of(parameter) if hasattr(parameter, _OWNER) else None
+    return owner is not None and owner.expected(parameter)
+
+
+def destination(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """In a backward pass: where to add a gradient of this dtype; None: return it to autograd.
+
+    Whoever gets a destination adds to it.
+    """
+    owner = _owner_of(parameter) if hasattr(parameter, _OWNER) else None
+    return None if owner is None else owner.hand_out(parameter, dtype)
+
+
+def say_nothing_to_clip(parameters: Iterable[Tensor]) -> None:
+    """Tell an optimizer that none of these parameters had a gradient in `.grad`."""
+    for parameter in parameters:
+        owner = getattr(parameter, _OWNER, None)
+        main_grads = None if owner is None else owner.reference()
+        if main_grads is not None:
+            main_grads.nothing_to_clip()
+            return

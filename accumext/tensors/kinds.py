@@ -1,0 +1,109 @@
+"""Gradients of every kind (sharded, sparse, complex, half), and the numbers in them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from operator import attrgetter
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from accumext.tensors.torch_private import local_part, sparse_values, write_count
+
+Group: TypeAlias = "dist.ProcessGroup"
+
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+is_sparse = attrgetter("is_sparse")
+dtype_of = attrgetter("dtype")
+
+
+def main_dtype(parameter: Tensor) -> torch.dtype:
+    """float32 for half-precision parameters, otherwise the dtype of the parameter."""
+    return torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
+
+
+def main_dtypes(parameters: Sequence[Tensor]) -> list[torch.dtype]:
+    """The `main_dtype` of each."""
+    dtypes = list(map(dtype_of, parameters))
+    return [torch.float32 if dtype in HALF_DTYPES else dtype for dtype in dtypes]
+
+
+def any_half(tensors: Sequence[Tensor]) -> bool:
+    """Tell whether any of the tensors is of half precision."""
+    return not set(map(dtype_of, tensors)).isdisjoint(HALF_DTYPES)
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """This process's part of a DTensor, in the same memory; any other tensor as it is."""
+    return local_part(tensor) if is_dtensor(tensor) else tensor
+
+
+def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The `local_tensor` of each."""
+    return list(map(local_tensor, tensors)) if any_dtensor(tensors) else tensors
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Tell whether the tensor is one process's view of a distributed one."""
+    return hasattr(tensor, "device_mesh")
+
+
+def any_dtensor(tensors: Collection[Tensor]) -> bool:
+    """Tell whether any of the tensors is."""
+    return any(hasattr(kind, "device_mesh") for kind in set(map(type, tensors)))
+
+
+def dense_storage(tensor: Tensor) -> Tensor:
+    """The dense real tensor that holds the numbers of a DTensor, a sparse or a complex tensor."""
+    tensor = local_tensor(tensor)
+    tensor = sparse_values(tensor) if tensor.is_sparse else tensor
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def dense_storages(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The `dense_storage` of each."""
+    return tensors if fit_one_call(tensors) else list(map(dense_storage, tensors))
+
+
+def fit_one_call(tensors: Collection[Tensor]) -> bool:
+    """Tell whether all are dense real tensors on one device, as one call of an operator takes them.
+
+    Nearly all gradients are, and this finds it out without a loop in Python.
+    """
+    return (
+        set(map(type, tensors)) <= {Tensor}
+        and not any(map(is_sparse, tensors))
+        and not any(map(Tensor.is_complex, tensors))
+        and len(set(map(Tensor.get_device, tensors))) <= 1
+    )
+
+
+def zero_flag(device: torch.device | None) -> Tensor:
+    """A found_inf that has found nothing."""
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def coalesced(grad: Any) -> Any:
+    """A gradient as norms need it: no index twice if sparse, no pending sum if a DTensor."""
+    if is_dtensor(grad):
+        from torch.distributed.tensor import Replicate  # here, as its import takes long
+
+        whole = [Replicate() if p.is_partial() else p for p in grad.placements]
+        return grad if list(grad.placements) == whole else grad.redistribute(placements=whole)
+    return grad.coalesce() if grad.is_sparse else grad
+
+
+def nonfinite(grads: Sequence[Tensor]) -> list[int]:
+    """The indices of those that hold an inf or NaN. Reads the device."""
+    return [i for i, g in enumerate(grads) if not bool(dense_storage(g).isfinite().all())]
+
+
+def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
+    """The number of writes into each tensor, as far as autograd was told; None without a count."""
+    try:
+        return list(map(write_count, tensors))
+    except (AttributeError, RuntimeError):  # a missing tensor, or one made in inference mode
+        return [None if t is None or t.is_inference() else write_count(t) for t in tensors]

@@ -1,0 +1,555 @@
+"""The names of torch that are not public: each with what it is needed for.
+
+A release of torch may change any of them, so no other file reads them.
+tests/tensors/test_torch_private.py tests those whose change no other test would notice.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
+from operator import attrgetter, methodcaller
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch._C._profiler import _RecordFunctionFast
+from torch._compile import _disable_dynamo
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState as OptState
+from torch.nn.utils import parametrize
+from torch.optim import Optimizer
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# The imports of `tree_*`: recurrent states nest tensors in tuples, lists and dicts, and torch has
+# no public functions for that (`torch.utils.pytree` does not exist in every supported release).
+
+# A range in a profile. `torch.profiler.record_function` takes 10 us, this one a tenth of that.
+record_function = _RecordFunctionFast
+
+# `torch.no_grad` as a function: the context manager takes as long as an operation on ten tensors.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+# Tell whether a tensor is a view, as torch's own documentation has it.
+is_view: Callable[[Tensor], bool] = Tensor._is_view
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """The tensor that this one is a view of, or itself."""
+    base: Tensor | None = tensor._base
+    return tensor if base is None else base
+
+
+def not_compiled(function: _F) -> _F:
+    """`torch.compiler.disable`, which would import the compiler, for seconds, with the package."""
+    return cast(_F, _disable_dynamo(function))
+
+
+def not_traced(*functions: Callable[..., Any]) -> None:
+    """Keep torch.compile from tracing Python functions, at no cost per call. A hook would be traced
+    where a compiled function runs in pieces, as one that calls `nn.GRU` does."""
+    compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is not None:  # else nothing is compiled
+        for function in functions:
+            compiler.skip_code(function.__code__)
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+# The counter of in-place writes, with which autograd refuses a saved tensor that has changed. The
+# decoder reads parameters again in its backward pass without saving them; the wrapper sees by it
+# that a gradient was written. A tensor of inference mode has none: RuntimeError.
+write_count: Callable[[Any], int] = attrgetter("_version")
+
+# Values of a sparse tensor that need not be coalesced, to be written; `values()` asks for that.
+sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
+sparse_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
+
+# The part of a DTensor on this process in the same memory; `to_local()` makes a view of it, which
+# autograd records, and waits for collectives that are on their way.
+local_part: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
+
+negated_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view of the same memory
+zero_all_: Callable[[list[Tensor]], None] = torch._foreach_zero_  # one launch for a list
+
+# An error on a tensor's device where it is false, which the host does not wait for.
+assert_on_device: Callable[[Tensor, str], None] = torch._assert_async
+
+# Hooks that have to see the gradient of a parameter, before and after it is accumulated.
+gradient_hooks: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
+
+
+@contextmanager
+def unhooked(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Call no hooks that see gradients of these tensors."""
+    found = [hooks for hooks, _ in map(gradient_hooks, tensors) if hooks]
+    before = [hooks.copy() for hooks in found]
+    try:
+        for hooks in found:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, several in zip(found, before):
+            hooks.update(several)
+
+
+def storage_users(storages: Iterable[torch.UntypedStorage]) -> list[int]:
+    """The number of tensors that use each storage."""
+    return list(map(torch._C._storage_Use_Count, map(attrgetter("_cdata"), storages)))
+
+
+def backward_runs() -> bool:
+    """Tell whether this is called by a backward pass."""
+    number: int = torch._C._current_graph_task_id()
+    return number != -1
+
+
+# Whether the backward pass that runs now retains its graph.
+retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+# A number of a node of the graph: those made later in a thread have greater ones, and the nodes
+# that add to a leaf's `.grad` the greatest.
+node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+
+
+def next_node_number() -> int:
+    """The number of the first node that autograd makes from here on, or less."""
+    node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
+    return 0 if node is None else node_number(node)
+
+
+def leaf_of(node: Any) -> Tensor | None:
+    """The leaf to whose `.grad` a node adds; None for other nodes."""
+    leaf: Tensor | None = node.variable if type(node).__name__ == "AccumulateGrad" else None
+    return leaf
+
+
+def is_since(node: Any, first: int) -> bool:
+    """Tell whether autograd has made a node, which adds to no leaf, since `next_node_number`."""
+    return node_number(node) >= first and leaf_of(node) is None
+
+
+def _reached(first: int, roots: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of a graph made since `first`, and those of the leaves that they use, each once."""
+    waiting, seen = [t.grad_fn for t in roots], {None}
+    while waiting:
+        node: Any = waiting.pop()
+        if node not in seen and node_number(node) >= first:
+            seen.add(node)
+            yield node
+            waiting += [following for following, _ in node.next_functions]
+
+
+def nodes_since(first: int, roots: Iterable[Tensor]) -> Iterator[Any]:
+    """The nodes of a graph for which `is_since` holds, each once."""
+    return (node for node in _reached(first, roots) if leaf_of(node) is None)
+
+
+def leaves_since(first: int, roots: Iterable[Tensor]) -> list[Tensor]:
+    """The leaves that the nodes made since `first` use, each once."""
+    leaves = map(leaf_of, _reached(first, roots))
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def saved_factor(node: Any) -> object:
+    """The second operand that a multiplication by a tensor has saved; None if it did not."""
+    return getattr(node, "_saved_other", None)
+
+
+# --- optimizers -----------------------------------------------------------------------------------
+
+# `torch.amp.GradScaler`: the scale on its device, None before the first loss, where the public
+# `get_scale` waits for the device; and what it knows of every optimizer, by id, until `update`.
+scale_tensor: Callable[[GradScaler], Tensor | None] = methodcaller("_get_scale_async")
+optimizer_states: Callable[[GradScaler], dict[int, dict[str, Any]]] = attrgetter(
+    "_per_optimizer_states"
+)
+
+# Attributes that hold the hooks of an optimizer: a wrapper has those of the optimizer inside.
+HOOK_ATTRIBUTES = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+# The attribute that holds the hooks behind a step, by id, in the order in which they run. A class
+# that never calls `Optimizer.__init__`, such as PostLocalSGDOptimizer, has none, and runs none.
+STEP_POST_HOOKS = "_optimizer_step_post_hooks"
+
+# Where an optimizer says that its step multiplies with `grad_scale` and skips at `found_inf`:
+# GradScaler then always calls it, without unscaling.
+TAKES_SCALE = "_step_supports_amp_scaling"
+
+# Set on the optimizer for a learning-rate scheduler, which asks whether it has stepped.
+HAS_STEPPED = "_opt_called"
+
+# An attribute of `step` without which `Optimizer.__init__` of a subclass wraps it with hooks.
+STEP_IS_WRAPPED = "hooked"
+
+
+def takes_scale(optimizer: Optimizer) -> bool:
+    """Tell whether the optimizer's step multiplies with `grad_scale` and skips at `found_inf`."""
+    return bool(getattr(optimizer, TAKES_SCALE, False))
+
+
+# --- operators ------------------------------------------------------------------------------------
+
+# The C++ callable of an operator overload: between the two a signal could raise an exception.
+call_of_operator: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+_KEYS = torch._C.DispatchKey.__members__
+remove_kernels: Callable[[torch.library.Library], None] = methodcaller("_destroy")
+
+
+def call_default_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an operator as where no kernel is registered for a device."""
+    return op._op_dk(_KEYS["CompositeExplicitAutograd"], *args, **kwargs)
+
+
+def compiled_kernel(op: Any, key: str) -> Callable[..., Any]:
+    """The kernel that an operator has for a dispatch key now, also where another one is registered
+    over it later."""
+    kernel, keys = torch.library.get_kernel(op, key), torch._C.DispatchKeySet(_KEYS[key])
+    return functools.partial(kernel.call_boxed, keys)
+
+
+def operator_name(op: Any) -> str:
+    """`scale_` of `accumext::scale_`."""
+    name: str = op._schema.name
+    return name.partition("::")[2]
+
+
+def operator(name: str) -> Any:
+    """The operator of a name that a library registers, such as `scale_.scalar`."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.accumext, packet), overload or "default")
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+# Hooks of a module whose forward the decoder computes from the weights: it cannot call them.
+forward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks"
+)
+backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
+    "_backward_hooks", "_backward_pre_hooks"
+)
+
+# Those registered for all modules, as by `torch.nn.modules.module.register_module_forward_hook`.
+GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
+    nn.modules.module._global_forward_hooks,
+    nn.modules.module._global_forward_pre_hooks,
+    nn.modules.module._global_backward_hooks,
+    nn.modules.module._global_backward_pre_hooks,
+)
+
+# The beginnings of the modules of hooks that need not run where the decoder computes from weights:
+# `fully_shard`'s and ours gather weights, which it does itself, and FlopCounterMode's only watch.
+_WATCHING = ("torch.distributed.fsdp.", "accumext.", "torch.utils.module_tracker")
+
+
+def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
+    """Tell whether a call computes the same without these hooks."""
+    modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
+    return all(name.startswith(_WATCHING) for name in modules)
+
+
+# What `parametrize.cached()` keeps of parametrized weights, as global variables.
+PARAMETRIZED = vars(parametrize), ["_cache", "_cache_enabled"]
+
+number_of_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+
+
+def function_modes() -> list[Any]:
+    """The active TorchFunctionModes, the outermost first, but for ours; the default device is
+    one."""
+    found = _get_current_function_mode_stack()
+    return [mode for mode in found if not type(mode).__module__.startswith("accumext.")]
+
+
+def changes_functions() -> bool:
+    """Tell whether a TorchFunctionMode is active that may change what functions return; one that
+    only says where tensors are made is no such."""
+    return any(not isinstance(mode, DeviceContext) for mode in function_modes())
+
+
+@contextmanager
+def under_function_modes(modes: list[Any]) -> Iterator[None]:
+    """These modes are active, and no others, and so are the functions of tensor subclasses: a
+    backward pass begins without them."""
+    now = [_pop_mode() for _ in range(number_of_function_modes())]
+    for mode in modes:
+        _push_mode(mode)
+    try:
+        with torch._C._EnableTorchFunction():
+            yield
+    finally:
+        for _ in range(number_of_function_modes()):
+            _pop_mode()
+        for mode in reversed(now):
+            _push_mode(mode)
+
+
+# The buffers and children of a module itself, by name, in the dicts in which it keeps them.
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+
+
+@contextmanager
+def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put attributes of modules and of their submodules back to what they were: parameters, buffers
+    and others, and what is in their lists and dicts, but not what tensors hold."""
+    inner = {id(m): m for module in modules for m in module.modules()}.values()
+    found = [(vars(m), dict(vars(m))) for m in inner]
+    containers = [v for _, values in found for v in values.values() if type(v) in (list, dict)]
+    contents = [(container, container.copy()) for container in containers]
+    try:
+        yield
+    finally:
+        for attributes, values in found:
+            attributes.clear()
+            attributes.update(values)
+        for container, content in contents:
+            container.clear()
+            container.extend(content) if type(container) is list else container.update(content)
+
+
+def translated_from(module: Any) -> tuple[str, str] | None:
+    """The way in which torch has translated a module of its own, and its class, by torch.compile or
+    torch.jit: the result is of another class. None for any other object."""
+    if isinstance(module, torch.jit.ScriptModule):
+        names = module._c._type().qualified_name().split(".")  # "__torch__.torch.nn.modules...."
+        return ("a scripted", names[-1]) if names[1:4] == ["torch", "nn", "modules"] else None
+    inner = getattr(module, "_orig_mod", None) if isinstance(module, nn.Module) else None
+    if inner is None or not type(inner).__module__.startswith("torch.nn."):
+        return None
+    return "a compiled", type(inner).__name__
+
+
+# --- DistributedDataParallel ----------------------------------------------------------------------
+
+
+def cancel_synchronisation(replica: nn.Module) -> None:
+    """Undo what a forward pass has prepared: a backward pass that would reduce gradients, also
+    under `no_sync`, which only forward passes look at, and also that of another forward pass."""
+    reducer: Any = replica.reducer
+    reducer._reset_state()
+
+
+def synchronises_first_pass(replica: nn.Module) -> bool:
+    """Tell whether the next backward pass reduces gradients, even under `no_sync`: the first with a
+    static graph, or, in a release of torch, an assertion that fails there."""
+    return bool(replica.static_graph and not replica._static_graph_delay_allreduce_enqueued)
+
+
+# --- fully_shard ----------------------------------------------------------------------------------
+
+
+def _sharded_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """The record that `fully_shard` keeps of every parameter, and its mixed-precision policy."""
+    for module in model.modules():
+        state = sharded_state(module)
+        for group in [] if state is None else _sharded_groups(state):
+            for parameter in group.fsdp_params:
+                yield parameter, state._mp_policy
+
+
+def _sharded_groups(state: Any) -> list[Any]:
+    """The groups of parameters that are gathered together; from torch 2.15 on perhaps several."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+class Gathered(NamedTuple):
+    """A parameter that `fully_shard` splits."""
+
+    shard: Tensor
+    whole: Tensor | None  # what the module holds in its place while it is gathered
+    dtype: torch.dtype  # of the whole
+    grad_dtype: torch.dtype  # of its gradient, while that is not reduced
+    elements: int  # of the whole, with what fills its shards up to equal sizes
+
+
+def gathered_parameters(model: nn.Module) -> Iterator[Gathered]:
+    """Those of a model. Where the policy has no `reduce_dtype`, torch 2.15 keeps gradients that are
+    not reduced in the parameter's own dtype, earlier releases in that of the gathered parameter."""
+    for parameter, policy in _sharded_parameters(model):
+        own = parameter.sharded_param.dtype
+        dtype = policy.param_dtype or own
+        unreduced = own if hasattr(parameter, "unsharded_grad_dtype") else dtype
+        whole = getattr(parameter, "_unsharded_param", None)  # there once it was gathered
+        shards = getattr(parameter.mesh_info, "shard_mesh_size", 1)  # 1 where it is replicated
+        elements = parameter.padded_sharded_param_size.numel() * shards
+        grad_dtype = policy.reduce_dtype or unreduced
+        yield Gathered(parameter.sharded_param, whole, dtype, grad_dtype, elements)
+
+
+def drop_unsharded_grads(root: Any) -> None:
+    """Have FSDP drop gradients that it has not reduced, and what an exception left of a pass."""
+    if is_root(root) and hasattr(root, "reset_iter_state"):  # from torch 2.13 on
+        root.reset_iter_state()
+    if hasattr(root, "finalize_backward"):  # from torch 2.15 on that was all
+        return
+    for parameter, _ in _sharded_parameters(root):
+        if "unsharded_accumulated_grad" in vars(parameter):  # a property from torch 2.15 on
+            parameter.unsharded_accumulated_grad = None
+    for gathered in gathered_parameters(root):
+        if gathered.whole is not None:
+            gathered.whole.grad = None
+    for module in root.modules():
+        reshard: Any = getattr(module, "reshard", None)
+        if reshard is not None:
+            reshard()
+
+
+def sharded_modules() -> list[Any]:
+    """All modules of this process that `fully_shard` was called with."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    found = [] if states is None else [ref() for ref in states._module_state_mapping.keyrefs()]
+    return [module for module in found if sharded_state(module) is not None]
+
+
+def sharded_state(module: Any) -> Any:
+    """The state that FSDP has of a module of `fully_shard`; None for anything else."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long
+    if fsdp is None or not isinstance(module, fsdp.FSDPModule):
+        return None
+    return module._get_fsdp_state()
+
+
+def is_root(module: nn.Module) -> bool | None:
+    """Tell whether a module of `fully_shard` is in no other; None until the first forward shows."""
+    root: bool | None = sharded_state(module)._is_root
+    return root
+
+
+def sums_gradients(root: nn.Module) -> bool:
+    """Tell whether a module, by `set_gradient_divide_factor(1.0)`, averages no gradients."""
+    states = filter(None, map(sharded_state, root.modules()))
+    groups = chain.from_iterable(map(_sharded_groups, states))
+    return any(group.gradient_divide_factor == 1.0 for group in groups)
+
+
+# The phases of such a state, by name. In the third one FSDP's hooks around a forward only cast:
+# the weights are there, and gradients are reduced later.
+IDLE_PHASE, FORWARD_PHASE, REPLAY_PHASE = "IDLE", "FORWARD", "PRE_BACKWARD"
+
+
+def sharding_phase(state: Any) -> str:
+    """The phase of a state of `fully_shard`."""
+    name: str = state._training_state.name
+    return name
+
+
+def set_sharding_phase(state: Any, name: str) -> None:
+    """Put a state of `fully_shard` into another phase."""
+    state._training_state = type(state._training_state)[name]
+
+
+def begin_sharded_forward(state: Any, module: nn.Module, root: Tensor) -> Tensor:
+    """Do as `fully_shard` does before a forward: gather weights, and put a node after the input,
+    here the root, that reduces gradients. The root to use instead."""
+    (root,), _ = state._pre_forward(module, (root,), {})
+    return root
+
+
+def end_sharded_forward(state: Any, module: nn.Module, outputs: list[Tensor]) -> None:
+    """Do as `fully_shard` does after a forward: hook a gathering of weights onto the outputs."""
+    state._post_forward(module, (), outputs)
+
+
+# --- tensors without data -------------------------------------------------------------------------
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Tell whether a tensor is one of FakeTensorMode, whose class takes a while to import."""
+    return hasattr(tensor, "fake_mode")
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """Inside of it, and of `Allocations`, operators compute shapes and nothing else."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes a while to import
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts bytes of tensors that operators make inside of `fake_tensors`.
+
+    Counted are storages from the operator that makes them until nothing holds them any more.
+    Autograd adds two gradients in the memory of one, unless both are views, but not of ones without
+    data: such a sum is not counted beside its parts. Nor is a stack, which nobody may want.
+    """
+
+    def __init__(self, fake: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._fake = fake
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if func.namespace == "prim":  # such as the question for a device
+            return func(*args, **(kwargs or {}))
+        self.peak = max(self.peak, self.now)
+        if func is not torch.ops.aten.lift_fresh.default:  # of a number, which is there
+            # A tensor with data among others without is taken for one of these; alone it is not.
+            args, kwargs = tree_map(self._without_data, (args, kwargs))
+        results = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.is_mutable:
+            return results
+        for leaf in tree_leaves(results):
+            if isinstance(leaf, Tensor):
+                self._count(leaf.untyped_storage())
+        parts = [part for part in args if isinstance(part, Tensor)]
+        in_place = func is torch.ops.aten.add.Tensor and not all(part._is_view() for part in parts)
+        if not in_place and func is not torch.ops.aten.stack.default:
+            self.peak = max(self.peak, self.now)
+        return results
+
+    def _without_data(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or self._fake.is_our_fake(leaf):
+            return leaf
+        return self._fake.from_tensor(leaf)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key, size = id(storage), storage.nbytes()
+        if key in self._alive:
+            return
+
+        def freed(_: object) -> None:
+            del self._alive[key]
+            self.now -= size
+
+        self._alive[key] = weakref.ref(storage, freed)
+        self.now += size
+
+
+# --- processors -----------------------------------------------------------------------------------
+
+
+@functools.cache
+def cpu_multiplies_bfloat16() -> bool:
+    """Tell whether the CPU has AVX512-BF16, and may use it (ATEN_CPU_CAPABILITY):
+    `torch.backends.cpu` tells AVX-512, not this part of it."""
+    allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return allowed and torch.cpu._is_avx512_bf16_supported()

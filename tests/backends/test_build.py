@@ -1,0 +1,137 @@
+"""The build settings: which CUDA toolkit is taken, among toolkits made of a script that answers."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.programs import compiler, executable
+
+from accumext.backends import _build
+
+
+class FakeTorch:
+    __version__ = "2.13.0"
+
+    def __init__(self, folder: Path, cuda: str | None) -> None:
+        self.__file__ = str(folder / "torch" / "__init__.py")
+        self.version = type("version", (), {"cuda": cuda})
+
+
+def toolkit(home: Path, version: str) -> Path:
+    (home / "bin").mkdir(parents=True)
+    script = f'echo "#$ TOP={home}" >&2\necho "release {version}, V{version}.1"'
+    executable(home / "bin" / "nvcc", script)
+    return home
+
+
+@pytest.fixture
+def no_toolkit(tmp_path, monkeypatch):
+    """No CUDA toolkit but those that a test makes under tmp_path."""
+    for name in ("CUDA_HOME", "CUDA_PATH", "ACCUMEXT_CUDA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
+    monkeypatch.setattr(_build, "_DEFAULT_CUDA_HOME", str(tmp_path / "default"))
+    monkeypatch.setattr(_build.sysconfig, "get_path", lambda name: str(tmp_path / "purelib"))
+    return monkeypatch
+
+
+def test_a_toolkit_without_a_gpu_is_nothing_to_be_warned_of(monkeypatch, caplog):
+    def imported(name: str) -> str:
+        log = logging.getLogger(name)
+        log.warning("No CUDA runtime is found, using CUDA_HOME='%s'", "/usr/local/cuda")
+        log.warning("something else")
+        return name
+
+    monkeypatch.setattr(_build.importlib, "import_module", imported)
+    assert _build.cpp_extension() == "torch.utils.cpp_extension"
+    assert caplog.messages == ["something else"]
+    imported("torch.utils.cpp_extension")  # only the import is silent
+    assert len(caplog.messages) == 3
+
+
+def test_cuda_is_left_out_without_a_toolkit(no_toolkit, tmp_path):
+    found = _build.cuda(FakeTorch(tmp_path, "13.0"))
+    assert found.home is None
+    assert found.reason == "nvcc was not found"
+    assert found.fix == 'pip install "cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*"'
+
+
+def test_cuda_is_left_out_of_a_cpu_torch_unless_asked_for(no_toolkit, tmp_path):
+    home = toolkit(tmp_path / "default", "13.0")
+    torch_without = FakeTorch(tmp_path, None)
+    assert _build.cuda(torch_without).reason == "torch 2.13.0 has no CUDA"
+    no_toolkit.setenv("ACCUMEXT_CUDA", "1")
+    assert _build.cuda(torch_without).home == str(home)
+
+
+def test_cuda_takes_the_toolkit_of_torchs_major_version(no_toolkit, tmp_path):
+    toolkit(tmp_path / "default", "12.8")
+    found = _build.cuda(FakeTorch(tmp_path, "13.0"))
+    assert (found.home, found.reason) == (None, "nvcc is 12.8 and torch was built for CUDA 13.0")
+    from_pypi = toolkit(tmp_path / "nvidia" / "cu13", "13.2")
+    assert _build.cuda(FakeTorch(tmp_path, "13.0"))[:2] == (str(from_pypi), "13.2")
+
+
+def test_cuda_home_is_asked_of_an_nvcc_that_is_a_wrapper(no_toolkit, tmp_path):
+    home = toolkit(tmp_path / "real", "13.0")
+    (tmp_path / "path").mkdir()
+    executable(tmp_path / "path" / "nvcc", f'exec {home}/bin/nvcc "$@"')
+    assert _build.cuda(FakeTorch(tmp_path, "13.0")).home == str(home)
+
+
+def test_cuda_can_be_forbidden(no_toolkit, tmp_path):
+    toolkit(tmp_path / "default", "13.0")
+    no_toolkit.setenv("ACCUMEXT_CUDA", "0")
+    assert _build.cuda(FakeTorch(tmp_path, "13.0")).reason == "ACCUMEXT_CUDA=0"
+
+
+def test_libcudart_gets_the_name_that_the_linker_looks_for(tmp_path):
+    folder, library = tmp_path / "folder", tmp_path / "cu13" / "lib"
+    folder.mkdir()
+    library.mkdir(parents=True)
+    assert _build.cudart_flags(str(library.parent), folder) == []
+    (library / "libcudart.so.13").touch()
+    assert _build.cudart_flags(str(library.parent), folder) == [f"-L{folder}"]
+    assert (folder / "libcudart.so").resolve() == library / "libcudart.so.13"
+    (library / "libcudart.so").touch()
+    assert _build.cudart_flags(str(library.parent), folder) == []
+
+
+def compiled(source: str, folder: Path, name: str, *flags: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "source.cpp").write_text(source)
+    library = folder / name
+    command = [*compiler(), "-shared", "-fPIC", str(folder / "source.cpp"), "-o", str(library)]
+    subprocess.run([*command, *flags], check=True, timeout=60)
+    return library
+
+
+@pytest.mark.build
+def test_a_library_finds_the_libtorch_cuda_that_torch_has_loaded(tmp_path):
+    """Torch loads it for itself alone, and the torch that was compiled against may have none."""
+    stub = tmp_path / "stub"
+    stub.mkdir()
+    flags = _build.torch_cuda_flags(stub)
+    ours = compiled(
+        'extern "C" int of_torch(); extern "C" int ours() { return of_torch(); }',
+        tmp_path / "ours",
+        "ours.so",
+        "-Wl,--as-needed",
+        *flags,
+    )
+    torchs = compiled(
+        'extern "C" int of_torch() { return 42; }',
+        tmp_path / "torch",
+        "libtorch_cuda.so",
+        "-Wl,-soname,libtorch_cuda.so",
+    )
+    program = "import ctypes, sys; print([ctypes.CDLL(path) for path in sys.argv[1:]][-1].ours())"
+
+    def run(*libraries: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", program, *map(str, libraries)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert run(torchs, ours).stdout == "42\n"
+    assert "libtorch_cuda.so: cannot open shared object file" in run(ours).stderr

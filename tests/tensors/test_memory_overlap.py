@@ -1,0 +1,192 @@
+"""Arguments that share memory: right sums or an error, never threads that race."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from support.tensors import assert_bits
+
+import accumext
+from accumext.tensors import memory_overlap
+
+PAIRS = {
+    "accumulate_": accumext.accumulate_,
+    "unscale_check_clip_accumulate_": lambda mains, grads, **options: (
+        accumext.unscale_check_clip_accumulate_(mains, grads, max_norm=1.0, **options)
+    ),
+}
+pairs = pytest.mark.parametrize("op", PAIRS)
+
+
+def memory(n=6):
+    return torch.arange(1.0, n + 1)
+
+
+# From eight numbers in memory the arguments; which is refused, and for what.
+OTHER, OWN = "share no memory with main_grads[0]", "be main_grads[0] or share no memory with it"
+SHARED = {
+    "twice": (lambda b: {"main_grads": [b, b]}, "main_grads[1]", OTHER),
+    "overlapping": (lambda b: {"main_grads": [b[:4], b[3:7]]}, "main_grads[1]", OTHER),
+    "out of order": (lambda b: {"main_grads": [b[2:6], b[:2], b[5:]]}, "main_grads[2]", OTHER),
+    "one in the other": (lambda b: {"main_grads": [b[::3], b[3:4]]}, "main_grads[1]", OTHER),
+    "other dtype": (lambda b: {"main_grads": [b, b.view(torch.half)[15:]]}, "main_grads[1]", OTHER),
+    "shifted": (lambda b: {"main_grads": [b[1:]], "grads": [b[:-1]]}, "grads[0]", OWN),
+    "transposed": (
+        lambda b: {"main_grads": [b.view(2, 4)[:, :2]], "grads": [b.view(2, 4)[:, :2].t()]},
+        "grads[0]",
+        OWN,
+    ),
+    "expanded": (lambda b: {"main_grads": [b], "grads": [b[:1].expand(8)]}, "grads[0]", OWN),
+    "crossed": (
+        lambda b: {"main_grads": [b[:4], b[4:]], "grads": [b[4:], b[:4]]},
+        "grads[0]",
+        "share no memory with main_grads[1]",
+    ),
+    "inv_scale": (lambda b: {"main_grads": [b[:4]], "inv_scale": b[3]}, "inv_scale", OTHER),
+    "found_inf": (lambda b: {"main_grads": [b[:4]], "found_inf": b[3]}, "found_inf", OTHER),
+    "found_inf in a gradient": (
+        lambda b: {"main_grads": [torch.ones(4)], "grads": [b[:4]], "found_inf": b[3]},
+        "found_inf",
+        "share no memory with grads[0]",
+    ),
+    "found_inf is inv_scale": (
+        lambda b: {"main_grads": [b[:3]], "inv_scale": b[3], "found_inf": b[3]},
+        "found_inf",
+        "share no memory with inv_scale",
+    ),
+}
+
+
+@pairs
+@pytest.mark.parametrize("case", SHARED)
+def test_shared_memory_is_refused_before_anything_is_written(op, case):
+    buffer = memory(8)
+    make, name, contract = SHARED[case]
+    arguments = make(buffer)
+    arguments.setdefault("grads", [torch.ones_like(m) for m in arguments["main_grads"]])
+    lists = arguments.pop("main_grads"), arguments.pop("grads")
+    with pytest.raises(ValueError, match="share") as raised:
+        PAIRS[op](*lists, **arguments)
+    expected = f"{op}: {name} must {contract}, got some of its elements. "
+    assert str(raised.value) == expected + f"Give it memory of its own: {name}.clone()"
+    assert torch.equal(buffer, memory(8))
+    overload = getattr(torch.ops.accumext, op)  # without the words, but not without the error
+    limit = {"max_norm": 1.0} if op == "unscale_check_clip_accumulate_" else {}
+    with pytest.raises((RuntimeError, ValueError)):
+        overload(*lists, **{"inv_scale": 1.0, **limit, **arguments})
+    assert torch.equal(buffer, memory(8))
+
+
+def test_refusals_of_the_norm_and_the_factor():
+    buffer = memory()
+    with pytest.raises(
+        ValueError, match=r"total_norm: found_inf must share no memory with grads\[1\]"
+    ):
+        accumext.total_norm([torch.ones(2), buffer], found_inf=buffer[2])
+    with pytest.raises(ValueError, match=r"scale_: factor must share no memory with grads\[0\]"):
+        accumext.scale_([buffer], buffer[1])
+    assert torch.equal(buffer, memory())
+
+
+# Views of one buffer that share no element, whatever their ranges do.
+APART = {
+    "neighbours": lambda b: [b[:30], b[30:60], b[60:]],
+    "reversed": lambda b: [b[60:], b[30:60], b[:30]],
+    "every other": lambda b: [b[::2], b[1::2]],
+    "columns": lambda b: b[:96].view(8, 12).split(3, dim=1),
+    "blocks": lambda b: [v for c in b[:96].view(4, 2, 12).split(5, 2) for v in c.split(1, 1)],
+    "between": lambda b: [torch.as_strided(b, (4, 3), (20, 3)), b[1:3], b[7:20], b[27:40]],
+    "diagonal": lambda b: [b[:100].view(10, 10).diagonal(), *b[1:].view(9, 11)[:, :10].unbind()],
+    "strides (3, 2)": lambda b: [torch.as_strided(b, (2, 3), (3, 2)), b[1:2], b[6:7], b[8:]],
+    "empty": lambda b: [b[:5], b[2:2], b[5:]],
+    "dtypes": lambda b: [b[:10], b.view(torch.half)[20:30], b[15:]],
+}
+
+
+@pytest.mark.parametrize("case", APART)
+def test_disjoint_views_are_accumulated(case):
+    views = APART[case](torch.zeros(100))
+    expected = [view + 1.0 for view in views]
+    accumext.accumulate_(views, [torch.ones_like(view) for view in views])
+    assert_bits(views, expected)
+
+
+@pairs
+def test_a_main_gradient_may_be_its_own_gradient(op):
+    for make in [lambda b: [b], lambda b: [b[::2], b[1::2]], lambda b: [b.view(2, 3).t(), b[:0]]]:
+        mains = make(memory())
+        copies = [m.clone() for m in mains]
+        kept = [m.clone() for m in mains]
+        norm = PAIRS[op](mains, mains, inv_scale=0.5, overwrite=True)
+        assert_bits(
+            [norm, *mains], [PAIRS[op](copies, kept, inv_scale=0.5, overwrite=True), *copies]
+        )
+
+
+def test_scale_multiplies_shared_elements_as_often_as_they_are_named():
+    buffer, expected = torch.ones(200000), torch.ones(200000)
+    views = [lambda b: b, lambda b: b, lambda b: b[1:], lambda b: b[:70000]]
+    accumext.scale_([view(buffer) for view in views], 0.5)
+    torch._foreach_mul_([view(expected) for view in views], 0.5)
+    assert torch.equal(buffer, expected)
+
+
+def test_clip_counts_and_scales_a_shared_gradient_like_torch():
+    def clipped(clip):
+        grad = memory()
+        a, b, c = (torch.nn.Parameter(torch.zeros(6)) for _ in range(3))
+        a.grad = b.grad = grad
+        c.grad = memory()
+        return [clip([a, b, c], 2.0), grad, c.grad]
+
+    expected = clipped(torch.nn.utils.clip_grad_norm_)
+    torch.testing.assert_close(clipped(accumext.clip_grad_norm_), expected, rtol=1e-6, atol=0)
+
+
+def addresses(tensor):
+    size = tensor.element_size()
+    for index in itertools.product(*map(range, tensor.shape)):
+        yield tensor.data_ptr() + size * sum(
+            i * s for i, s in zip(index, tensor.stride(), strict=True)
+        )
+
+
+def bytes_of(tensor):
+    return {first + k for first in addresses(tensor) for k in range(tensor.element_size())}
+
+
+def any_view(draw, buffer):
+    dtype = draw.choice([torch.float16, torch.float32, torch.float64])
+    shape = [draw.randint(1, 4) for _ in range(draw.randint(0, 4))]
+    strides = [draw.randint(1, 13) if draw.random() < 0.95 else 0 for _ in shape]
+    return torch.as_strided(buffer.view(dtype), shape, strides, draw.randint(0, 40))
+
+
+def test_answers_are_exact():
+    """Of strides as odd as can be, by what the operators refuse and what _overlap says."""
+    draw, buffer = random.Random(0), torch.zeros(512, dtype=torch.float64)
+    seen = set()
+    for _ in range(600):
+        a, b = any_view(draw, buffer), any_view(draw, buffer)
+        a_in_itself = len(set(addresses(a))) < a.numel()
+        b_in_itself = len(set(addresses(b))) < b.numel()
+        shared = bool(bytes_of(a) & bytes_of(b))
+        assert memory_overlap.overlaps_itself(a) == a_in_itself
+        assert memory_overlap.share_memory(a, b) == shared
+        assert memory_overlap.any_shared([a, b]) == (a_in_itself or b_in_itself or shared)
+        refused = False
+        try:
+            accumext.accumulate_([a, b], [torch.zeros_like(a), torch.zeros_like(b)])
+        except ValueError:
+            refused = True
+        assert refused == (a_in_itself or b_in_itself or shared)
+        seen.add((a_in_itself, b_in_itself, shared))
+    assert len(seen) == 8
+
+
+def test_a_search_that_is_given_up_says_yes(monkeypatch):
+    view = torch.as_strided(torch.zeros(10), (2, 2, 2), (2, 3, 4))
+    assert not memory_overlap.overlaps_itself(view)
+    monkeypatch.setattr(memory_overlap, "_MOST_TRIES", 0)
+    assert memory_overlap.overlaps_itself(view)
