@@ -82,7 +82,7 @@ def _mark_written(tensors: Sequence[Tensor], found_inf: Tensor | None = None) ->
 
 
 def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
-    """RuntimeError for what operators do not see, or too late; `accumext.tensors.checks` has the words.
+    """RuntimeError for what operators do not see, or too late; `tensors.checks` has the words.
 
     Such are a tensor of torch.inference_mode, outside of it, and a negated view as `found_inf`: the
     dispatcher makes a plain copy of it for the call and does not put back what was written.

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 
 import accumext
 from accumext.ops import any_tensors
-from accumext.tensors import kinds
 
 SIZES = (1, 3, 100, 5000, 70000)  # malloc writes into small ones as soon as they are freed
 
