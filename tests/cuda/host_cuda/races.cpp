@@ -122,9 +122,12 @@ void report(const Region& region, size_t byte, const Access& first, const Access
   if (found.size() == kMostFound || !racing.insert({first.at, second.at}).second) return;
   if (!found.insert({place(first.at), place(second.at)}).second) return;
   constexpr const char* kNames[] = {"device", "dynamic shared", "static shared"};
-  said += std::string("race in ") + kNames[static_cast<int>(region.space)] + " memory, byte " +
-          std::to_string(byte) + ", launch " + std::to_string(launches) + ": " +
-          description(first) + "; " + description(second) + "\n";
+  const std::string text = std::string("race in ") + kNames[static_cast<int>(region.space)] +
+                           " memory, byte " + std::to_string(byte) + ", launch " +
+                           std::to_string(launches) + ": " + description(first) + "; " +
+                           description(second) + "\n";
+  said += text;
+  std::fputs(text.c_str(), stderr);  // at once: the process may end before it is asked
 }
 
 // Tells whether an access happened before one that the running thread makes now.
