@@ -111,7 +111,7 @@ RACES = (
         "static_cast<double>(call.inverse_temperature));\n  }\n  ",
     ),
     without_barrier(
-        "rows are fed back before their tokens are known", "step by step", STATIC, SOFTMAX,
+        "rows are fed back before their tokens are known", "one row", STATIC, SOFTMAX,
         "if (feed_back.later == 0) return;\n  ",
     ),
     # --- a loss of whole distributions ---

@@ -125,6 +125,7 @@ CASES: dict[str, Case] = {
     "batch of 33": window(batch=33, words=100, steps=2),
     "batch of 64": window(batch=64, words=100, steps=2),
     "step by step": step_by_step,
+    "one row": window(batch=1, dtype=torch.float32, words=100, steps=2, on=STEP_BY_STEP),
     "accumulate": lists(lambda a, b: accumext.accumulate_(a, b, inv_scale=0.5)),
     "in place": lists(lambda a, _: accumext.accumulate_(a, a)),
     "overwrite": lists(lambda a, b: accumext.accumulate_(a, b, overwrite=True)),
