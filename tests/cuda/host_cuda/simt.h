@@ -178,6 +178,8 @@ inline bool mutant(int number) { return number == chosen_mutant(); }
 // Static shared memory: the thread-local storage of the program, or the library, that this is
 // compiled into.
 inline std::span<std::byte> shared_memory() {
+  static thread_local volatile char any;  // a library has no such storage before it is used
+  static_cast<void>(any);
   using Memory = std::span<std::byte>;
   const auto find = [](dl_phdr_info* module, size_t, void* result) {
     const auto here = reinterpret_cast<uintptr_t>(&shared_memory) - module->dlpi_addr;
