@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _facts import machine
-from _report import write
+from _results import write
 from torch import nn
 
 import accumext

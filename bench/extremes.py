@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from _decoding import distance
 from _facts import free_bytes, machine
 from _long_run import WINDOW, living_tensors, train
-from _report import write
+from _results import write
 from torch import Tensor, nn
 
 import accumext
