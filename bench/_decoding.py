@@ -36,7 +36,7 @@ from _facts import free_bytes, synchronisations
 from _timing import Clock, Spread, spread
 from torch import Tensor
 
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 IN_DOUBLE = 2 * 10**7  # logits; up to here, exact gradients are computed in float64
 

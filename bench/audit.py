@@ -24,7 +24,7 @@ from _results import write
 from torch import nn
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 MICRO_BATCHES, CLASSES = 4, 1000
 

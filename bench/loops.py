@@ -46,7 +46,7 @@ from _timing import Clock, Spread, clock, rounded, spread
 from torch import Tensor, nn
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 OURS = "accumext"
 TOLERANCE = 1e-4  # relative, of float32
