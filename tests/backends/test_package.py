@@ -178,6 +178,7 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path):
     report = environment.doctor(ACCUMEXT_BACKEND="native")
     assert report["backend"] == "cpu"
     assert "compiled at installation" in report["reason"]
+    assert "docstrings to learn" in succeed(environment.run("-m", "accumext", "demo", "--help"))
 
 
 def test_an_installation_copies_what_was_compiled_before(project, environment, tmp_path):
