@@ -4,7 +4,6 @@ the last steps, whose graph is kept."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,11 +20,10 @@ from accumext.decoder._plan import SEGMENT, keeps_graph
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import (
     OPEN_GATE,
+    Checkpoint,
     KeptState,
-    Replays,
-    Start,
+    Replay,
     State,
-    changed,
     check_output,
     check_unwritten,
     detach,
@@ -36,17 +34,13 @@ from accumext.recurrence import (
     no_autocast,
     no_grad_no_autocast,
     parameter_tensors,
-    saving_by,
     size_of,
     tensors,
     write_counts,
 )
-from accumext.tensors.checks import message
 from accumext.tensors.torch_private import (
-    base_of,
     leaves_since,
     next_node_number,
-    not_traced,
     write_count,
 )
 
@@ -167,7 +161,7 @@ class CallableSteps:
         if self.builds_graph:
             model = self.transcript.model
             kept = KeptState(OP, "cell", (model.cell.step, model.table.module, model.called_head))
-            self._replays = Replays(kept, model.device, model.draws)
+            self._replay = Replay(kept, model.device, model.draws)
         spans = truncation.spans(tokens.steps) if self.builds_graph else []
         found, last = self._overlapping(spans) if len(spans) > 1 else self._once(tokens.state)
         self.head = None
@@ -190,7 +184,7 @@ class CallableSteps:
         for begin, end in segments(steps, period, 1 if measures else longest, longest):
             given = (state, self.root, *context)
             if begin == 0 and measures:
-                with measured_graph(context) as sizes:
+                with self._replay.measuring(context) as sizes:
                     segment, state = self.run_steps(0, 0, end, *given)
                 graph, size = sum(sizes.values()), size_of(state)
             elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
@@ -217,31 +211,30 @@ class CallableSteps:
         """
         transcript, tokens = self.transcript, self.transcript.tokens
         given = (self.root, *transcript.model.context)
-        starts: dict[int, tuple[State, Start]] = {}
+        starts: dict[int, Checkpoint] = {}
         known: list[Tensor] = []  # the fingerprint of every step
         last = tokens.state
         begins = [*sorted({begin for begin, _, _ in spans}), tokens.steps]
         with torch.no_grad():
             for first, following in pairwise(begins):
                 kept = map_tensors(torch.clone, last)  # a cell may write into its own later
-                starts[first] = (kept, self._replays.start())
+                starts[first] = self._replay.checkpoint(kept)
                 for since, until in segments(following - first):
                     begin, end = first + since, first + until
                     segment, last = self._run_segment(begin, begin, end, last, *given)
                     known += fingerprints_of([*segment.hidden])
-        # with its graph: windows from step 0 reach the encoder
-        starts[0] = (tokens.state, starts[0][1])
         found = []
         for begin, counting, end in spans:
-            state, start = starts[begin]
-            with self._replays.from_start(start):
+            # with its graph: windows from step 0 reach the encoder
+            state = tokens.state if begin == 0 else starts[begin].state
+            with self._replay.running_from(starts[begin]):
                 segment, _ = self._run_segment(begin, counting, end, state, *given)
-                self._replays.check_same([*segment.hidden], known[counting:end])
+                self._replay.check_same([*segment.hidden], known[counting:end])
                 if segment.losses is not None:
                     losses = fingerprints_of(transcript.losses[counting:end])
-                    self._replays.check_same(segment.losses, losses)
+                    self._replay.check_same(segment.losses, losses)
                 if spans[-1][0] > 0:  # later windows begin with what steps without a graph kept
-                    self._replays.kept.check_no_graph()
+                    self._replay.kept.check_no_graph()
             found.append(segment)
         return found, last
 
@@ -252,29 +245,14 @@ class CallableSteps:
 
         The graph holds only the inputs of the segment: the backward pass runs its steps again.
         """
-        given = (begin, counting, end, state, root, *context)
         if not (self.builds_graph and torch.is_grad_enabled()):
-            return self.run_steps(*given)
-        start, read = self._replays.start(), [*tensors(state), *context]
-        counts = write_counts(read)
-        found: list[tuple[Segment, State]] = []
+            return self.run_steps(begin, counting, end, state, root, *context)
+        checkpoint = self._replay.checkpoint(state, context)
 
-        def run() -> State:
-            segment, last = self.run_steps(*given)
-            found.append((segment, last))
-            return segment.hidden, segment.losses, last
+        def run(state: State) -> tuple[Segment, State]:
+            return self.run_steps(begin, counting, end, state, root, *context)
 
-        def again() -> State:
-            if write_counts(read) != counts:
-                raise RuntimeError(changed(OP))
-            with self._replays.from_start(start):
-                steps, last = self._call_steps(*given)
-            with torch.no_grad():
-                losses = torch.stack(steps.losses) if steps.losses else None
-                return torch.stack(steps.hidden), losses, last
-
-        self._replays.record(run, again)
-        return found.pop()
+        return self._replay.record(run, state, checked=_reached, start=lambda: checkpoint)
 
     def run_steps(
         self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor
@@ -389,33 +367,10 @@ class CallableSteps:
         self.known = end
 
 
-@contextmanager
-def measured_graph(shared: tuple[Tensor, ...]) -> Iterator[dict[int, int]]:
-    """The bytes of each storage kept by a graph made in this context, but for those of leaves, of
-    views of them, and of `shared` tensors."""
-    sizes: dict[int, int] = {}
-    strided = [t for t in shared if t.layout == torch.strided]  # others have no storage
-    known = {tensor.untyped_storage().data_ptr() for tensor in strided}
-
-    def pack(tensor: Tensor) -> tuple[Tensor, int]:
-        if tensor.layout == torch.strided and not base_of(tensor).is_leaf:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in known:
-                sizes[storage.data_ptr()] = storage.nbytes()
-        # An output that its own node keeps would keep itself.
-        return tensor.detach(), write_count(tensor)
-
-    def unpack(saved: tuple[Tensor, int]) -> Tensor:
-        """As autograd does where there are no hooks, an error for what has been written since."""
-        tensor, writes = saved
-        if write_count(tensor) != writes:
-            contract = "be those of the forward pass until the backward pass has run"
-            raise RuntimeError(message(OP, "tensors that the cell reads", contract, "changed ones"))
-        return tensor
-
-    not_traced(pack, base_of)
-    with saving_by(OP, "cell", pack, unpack):
-        yield sizes
+def _reached(found: tuple[Segment, State]) -> State:
+    """What a replay of steps has to come to: no extras, which may be anything."""
+    segment, last = found
+    return segment.hidden, segment.losses, last
 
 
 def segments(

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from accumext.distributed import gathered_once
-from accumext.recurrence import KeptState, Replays, fingerprints_of
+from accumext.recurrence import KeptState, Replay, fingerprints_of
 from accumext.tensors import scalars
 from accumext.tensors.checks import (
     REDUCTIONS,
@@ -126,16 +126,16 @@ def chunked_loss(
     watched: list[_CrossEntropies] = []
     losses: list[Tensor] = []
     stopped: list[range] = []  # numbers of nodes of slices that may weigh nothing
-    replays = None
+    replay = None
     if torch.is_grad_enabled():
-        replays = Replays(KeptState(OP, "fn", fn), inputs.device)
+        replay = Replay(KeptState(OP, "fn", fn), inputs.device)
     with gathered_once(OP, fn) as gathered:
         for index, (begin, end) in enumerate(borders):
             slices = [a[begin:end] if isinstance(a, Tensor) else a for a in (inputs, *args)]
             first, part = next_node_number(), fn
             if shares is None:
                 watched.append(part := _CrossEntropies(fn))
-            loss = part(*slices) if replays is None else _run_again(replays, part, slices)
+            loss = part(*slices) if replay is None else _run_again(replay, part, slices)
             loss = zero_dim_loss(OP, "fn", loss, _LOSS)
             if stopped:
                 _check_apart(loss, stopped)
@@ -153,20 +153,20 @@ def chunked_loss(
     return rows.sum()  # of no rows: 0, with a zero gradient
 
 
-def _run_again(replays: Replays, part: Callable[..., Tensor], slices: list[Any]) -> Tensor:
+def _run_again(replay: Replay, part: Callable[..., Tensor], slices: list[Any]) -> Tensor:
     """The loss of a slice, whose graph keeps no tensors: the backward pass runs it again."""
-    snapshot, calls = replays.kept.save(), itertools.count()
+    snapshot, calls = replay.kept.save(), itertools.count()
     known: list[Tensor] | None = None
 
     def run(*slices: Any) -> Tensor:
         nonlocal known
         with ExitStack() as stack:
             if next(calls):
-                stack.enter_context(replays.modes())
-                stack.enter_context(replays.kept.replaying(snapshot))
+                stack.enter_context(replay.modes())
+                stack.enter_context(replay.kept.replaying(snapshot))
             loss = part(*slices)
         if known is not None:
-            replays.check_same(loss, known)
+            replay.check_same(loss, known)
         else:
             known = fingerprints_of(loss)
         return loss

@@ -11,9 +11,6 @@ from accumext.recurrence._feedback import Inputs as Inputs
 from accumext.recurrence._feedback import check_options as check_options
 from accumext.recurrence._feedback import sample as sample
 from accumext.recurrence._generators import own_generator as own_generator
-from accumext.recurrence._generators import replay_rng as replay_rng
-from accumext.recurrence._generators import rng_state as rng_state
-from accumext.recurrence._generators import set_rng_state as set_rng_state
 from accumext.recurrence._kept_state import KeptState as KeptState
 from accumext.recurrence._module_calls import changes_when_read as changes_when_read
 from accumext.recurrence._module_calls import formula_weights as formula_weights
@@ -21,11 +18,9 @@ from accumext.recurrence._precision import Dtypes as Dtypes
 from accumext.recurrence._precision import dtypes_of as dtypes_of
 from accumext.recurrence._precision import no_autocast as no_autocast
 from accumext.recurrence._precision import no_grad_no_autocast as no_grad_no_autocast
-from accumext.recurrence._replays import Replays as Replays
-from accumext.recurrence._replays import Start as Start
-from accumext.recurrence._replays import changed as changed
-from accumext.recurrence._replays import fingerprints_of as fingerprints_of
-from accumext.recurrence._replays import saving_by as saving_by
+from accumext.recurrence._replay import Checkpoint as Checkpoint
+from accumext.recurrence._replay import Replay as Replay
+from accumext.recurrence._replay import fingerprints_of as fingerprints_of
 from accumext.recurrence._resets import Resets as Resets
 from accumext.recurrence._resets import resets_of as resets_of
 from accumext.recurrence._rnn_weights import GRU as GRU
