@@ -3,7 +3,7 @@ the last steps, whose graph is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -24,8 +24,10 @@ from accumext.recurrence import (
     KeptState,
     Replay,
     State,
+    Truncation,
     check_output,
     check_unwritten,
+    cuts,
     detach,
     fingerprints_of,
     freeze,
@@ -177,11 +179,11 @@ class CallableSteps:
         found, context = [], self.transcript.model.context
         measures = self.builds_graph and not plan.bounded
         graph = size = 0  # bytes of the first step's graph, and of the state after it
-        period, active = self.transcript.truncation.period, self.transcript.active
+        active = self.transcript.active
         longest = SEGMENT
         if self.transcript.model.called_head is not None:  # the graphs of segments hold logits
             longest = max(1, min(SEGMENT, plan.rows // self.transcript.tokens.batch))
-        for begin, end in segments(steps, period, 1 if measures else longest, longest):
+        for begin, end in segments_of(self.transcript.truncation, steps, measures, longest):
             given = (state, self.root, *context)
             if begin == 0 and measures:
                 with self._replay.measuring(context) as sizes:
@@ -219,8 +221,7 @@ class CallableSteps:
             for first, following in pairwise(begins):
                 kept = map_tensors(torch.clone, last)  # a cell may write into its own later
                 starts[first] = self._replay.checkpoint(kept)
-                for since, until in segments(following - first):
-                    begin, end = first + since, first + until
+                for begin, end in cuts(first, following, SEGMENT):
                     segment, last = self._run_segment(begin, begin, end, last, *given)
                     known += fingerprints_of([*segment.hidden])
         found = []
@@ -373,15 +374,11 @@ def _reached(found: tuple[Segment, State]) -> State:
     return segment.hidden, segment.losses, last
 
 
-def segments(
-    steps: int, period: int | None = None, first: int = SEGMENT, others: int = SEGMENT
-) -> Iterator[tuple[int, int]]:
-    """[begin, end) over the steps, `others` long at most and the first `first`, with an end at
-    every multiple of `period`: no segment is in two windows."""
-    begin, longest = 0, first
-    while begin < steps:
-        end = min(begin + longest, steps)
-        if period is not None:
-            end = min(end, begin - begin % period + period)
-        yield begin, end
-        begin, longest = end, others
+def segments_of(
+    truncation: Truncation, steps: int, measures: bool, longest: int = SEGMENT
+) -> list[tuple[int, int]]:
+    """The segments [begin, end) of a call. If the graph of its first step is measured, that is one
+    alone. None is in two windows."""
+    period = truncation.period
+    ends = () if period is None else range(period, steps, period)
+    return cuts(0, steps, longest, ends, (1,) if measures else ())

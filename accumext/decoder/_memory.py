@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from accumext.decoder._callable_steps import CallableSteps, segments
+from accumext.decoder._callable_steps import CallableSteps, segments_of
 from accumext.decoder._model import Model
 from accumext.decoder._objective import Objective
 from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, Plan, keeps_graph
@@ -259,7 +259,7 @@ def _kept_steps(call: Call, graph: int, growth: int) -> int:
         return 0
     return sum(
         end - begin
-        for begin, end in segments(steps, call.truncation.period, 1)
+        for begin, end in segments_of(call.truncation, steps, measures=True)
         if begin == 0 or keeps_graph(steps - begin, graph, growth * (begin - 1))
     )
 

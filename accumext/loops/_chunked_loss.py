@@ -7,7 +7,6 @@ import itertools
 import operator
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from accumext.distributed import gathered_once
-from accumext.recurrence import KeptState, Replay, fingerprints_of
+from accumext.recurrence import KeptState, Replay, cuts, fingerprints_of
 from accumext.tensors import scalars
 from accumext.tensors.checks import (
     REDUCTIONS,
@@ -340,10 +339,8 @@ def _check(
         fail_value(OP, "chunks", "be given, or chunk_size, and not both", got)
     if chunks is not None:
         count = min(positive_int(OP, "chunks", chunks), rows)
-        borders = [rows * i // count for i in range(count + 1)] if rows else [0]
-        return list(pairwise(borders))
-    size = positive_int(OP, "chunk_size", chunk_size)
-    return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+        return cuts(0, rows, [rows * i // count for i in range(count)])
+    return cuts(0, rows, positive_int(OP, "chunk_size", chunk_size))
 
 
 def _check_weights(weights: Any, inputs: Tensor, reduction: Reduction) -> None:

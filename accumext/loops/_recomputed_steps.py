@@ -20,6 +20,7 @@ from accumext.recurrence import (
     Replay,
     State,
     copy_nesting,
+    cuts,
     tensors,
     write_counts,
 )
@@ -62,14 +63,15 @@ class RecomputedSteps:
     ) -> tuple[State, Tensor | None]:
         """Run steps [begin, end). Return the carry after them, and `total` with the losses of steps
         [counting, end) added."""
-        while begin < end:
-            measured = self._grid is None and end - begin > SMALLEST
-            stop = begin + SMALLEST if measured else min(self._next_checkpoint(begin), end)
-            if stop == self.steps:  # the backward pass begins with these: their graph is kept
-                carry, total = self._run_segment(begin, counting, stop, carry, total)
-            else:
-                carry, total = self._run_recorded(begin, counting, stop, carry, total, measured)
+        if self._grid is None and end - begin > SMALLEST:
+            stop = begin + SMALLEST
+            carry, total = self._run_recorded(begin, counting, stop, carry, total, measured=True)
             begin = stop
+        for first, stop in cuts(begin, end, self._grid or ()):
+            if stop == self.steps:  # the backward pass begins with these: their graph is kept
+                carry, total = self._run_segment(first, counting, stop, carry, total)
+            else:
+                carry, total = self._run_recorded(first, counting, stop, carry, total)
         if end == self.steps:
             self._checkpoints.windows.clear()  # they may hold graphs
         else:
@@ -82,12 +84,6 @@ class RecomputedSteps:
         checkpoint = self._checkpoints.at(step, self._pass_over)
         self._replay.go_back(self._checkpoints.windows[step])
         return copy_nesting(checkpoint.state)
-
-    def _next_checkpoint(self, step: int) -> int:
-        if self._grid is None:
-            return self.steps
-        following = bisect_right(self._grid, step)
-        return self._grid[following] if following < len(self._grid) else self.steps
 
     def _run_segment(
         self, begin: int, counting: int, end: int, carry: State, total: Tensor | None = None
@@ -109,7 +105,7 @@ class RecomputedSteps:
 
     def _run_recorded(
         self, begin: int, counting: int, end: int, carry: State, total: Tensor | None,
-        measured: bool,
+        measured: bool = False,
     ) -> tuple[State, Tensor | None]:  # fmt: skip
         self._checkpoints.save(begin, carry)
         self._measure = sizes = _Measure() if measured else None

@@ -5,6 +5,7 @@ from accumext.recurrence._cells import cell_of as cell_of
 from accumext.recurrence._cells import check_output as check_output
 from accumext.recurrence._cells import parameter_tensors as parameter_tensors
 from accumext.recurrence._cells import parts_of as parts_of
+from accumext.recurrence._cuts import cuts as cuts
 from accumext.recurrence._embedding import EmbeddingTable as EmbeddingTable
 from accumext.recurrence._feedback import Feedback as Feedback
 from accumext.recurrence._feedback import Inputs as Inputs
