@@ -1,6 +1,6 @@
 """`decode_loss`: the loss of an autoregressive decoder with exact gradients in flat memory."""
 
-from accumext.decoder._called_head import called_logits as called_logits
+from accumext.decoder._callable_heads import called_logits as called_logits
 from accumext.decoder._decode_loss import DecodeOutput as DecodeOutput
 from accumext.decoder._decode_loss import decode_loss as decode_loss
 from accumext.decoder._decode_loss import decode_memory as decode_memory

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder._callable_path import decode_with_callable
+from accumext.decoder._callable import decode_with_callable
 from accumext.decoder._memory import Call, predicted_peak
 from accumext.decoder._model import OP, Model, head_weights
 from accumext.decoder._objective import Objective

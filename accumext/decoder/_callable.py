@@ -1,23 +1,33 @@
-"""Steps of a callable cell under autograd, in segments that the backward pass runs again, but for
-the last steps, whose graph is kept."""
+"""The path for callable cells: autograd differentiates the steps, in segments that the backward
+pass runs again, but for the last ones, whose graph is kept; head and loss are one node after them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from accumext.decoder import _operators
-from accumext.decoder._called_head import called_head_losses, called_logits
-from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
-from accumext.decoder._model import OP
+from accumext.decoder._callable_heads import (
+    BeginBackward,
+    HeadOfSteps,
+    begin_backward,
+    called_head_losses,
+    called_logits,
+    reduced,
+)
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
+from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._plan import SEGMENT, keeps_graph
-from accumext.decoder._transcript import Transcript
+from accumext.decoder._saved_for_backward import SavedForBackward
+from accumext.decoder._transcript import Decoded, Transcript
 from accumext.recurrence import (
     OPEN_GATE,
     Checkpoint,
@@ -33,18 +43,62 @@ from accumext.recurrence import (
     freeze,
     join,
     map_tensors,
-    no_autocast,
     no_grad_no_autocast,
     parameter_tensors,
     size_of,
     tensors,
     write_counts,
 )
-from accumext.tensors.torch_private import (
-    leaves_since,
-    next_node_number,
-    write_count,
-)
+from accumext.tensors.torch_private import leaves_since, next_node_number, write_count
+
+
+def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decoded:
+    """Run a call whose cell is called."""
+    model, tokens = transcript.model, transcript.tokens
+    grad_enabled, device = torch.is_grad_enabled(), transcript.losses.device
+    reached = [model.table.weight, *tensors(tokens.state), *parameter_tensors(model.cell)]
+    reached += parameters_of(model.table.module)
+    differentiable = model.cell.state_shapes is None or any(t.requires_grad for t in reached)
+    differentiable = differentiable or model.called_head is not None
+    root, head, takes = model.table.root(), None, None
+    if model.called_head is None:
+        head = _fused_head(transcript, differentiable)
+        takes = HeadOfSteps(transcript, head)
+    builds_graph = grad_enabled and differentiable
+    steps = CallableSteps(transcript, takes, root, model.context, builds_graph, return_outputs)
+    del takes  # with its part of the workspace
+    segments, last = steps.run()
+    outputs = None
+    if return_outputs:
+        outputs = torch.cat([s.hidden if s.outputs is None else s.outputs for s in segments])
+    extras = join(OP, torch.cat, [s.extras for s in segments])
+    with no_grad_no_autocast(device):
+        gradients = None if head is None else head.finish()
+        value, inverse_divisor, lengths = transcript.finish()
+    if not grad_enabled:
+        return Decoded(value, last, lengths, outputs, extras)
+    saved = SavedForBackward(transcript, inverse_divisor, gradients, steps.used)
+    loss: Tensor
+    if head is None:
+        losses = torch.cat([s.losses for s in segments if s.losses is not None])
+        value = reduced(transcript, losses, inverse_divisor)
+        loss = BeginBackward.apply(saved, value, root)  # type: ignore[no-untyped-call]
+    else:
+        loss = HeadLoss.apply(  # type: ignore[no-untyped-call]
+            saved, value, model.head_weight, model.head_bias, root, *(s.hidden for s in segments)
+        )
+    return Decoded(loss, last, lengths, outputs, extras)
+
+
+def _fused_head(transcript: Transcript, differentiable: bool) -> FusedCrossEntropy:
+    """The head of the call, whose gradients are formed as early as they can be."""
+    model, plan, size = transcript.model, transcript.plan, transcript.losses.numel()
+    needs = None
+    if torch.is_grad_enabled() and plan.gradients_in_forward:
+        bias_grad = model.head_bias is not None and model.head_bias.requires_grad
+        needs = NeedsGrad(differentiable, model.head_weight.requires_grad, bias_grad)
+    with no_grad_no_autocast(transcript.losses.device):
+        return FusedCrossEntropy(model, transcript.objective, plan, size, needs)
 
 
 class Segment(NamedTuple):
@@ -76,69 +130,6 @@ def _silent(segment: Segment, steps: int) -> Segment:
     return Segment(zeros(segment.hidden), outputs, map_tensors(zeros, segment.extras), losses)
 
 
-class HeadOfSteps:
-    """Takes outputs of the cell as they come. Tokens that the next step waits for are found at
-    once, all else of as many steps together as the workspace holds."""
-
-    def __init__(self, transcript: Transcript, head: FusedCrossEntropy) -> None:
-        tokens, batch = transcript.tokens, transcript.tokens.batch
-        self._transcript, self._head = transcript, head
-        # Where rows end, the transcript chooses among those of each step.
-        whole = transcript.active is None and head.rows >= batch
-        self._finds_tokens = tokens.free_running and whole
-        self._size = head.rows // batch if whole or not tokens.free_running else 1  # steps
-        self._begin = 0  # of the steps that wait
-        self._hidden: list[Tensor] = []  # of them, [n B, H] each
-        self._stats: list[Tensor] = []  # [3, B] each, if their tokens are found
-        self._exps: tuple[Tensor, ...] | None = None  # space for those of each step, [B, V]
-        self._precision = no_autocast(transcript.losses.device)
-
-    def add(self, begin: int, end: int, hidden: Tensor) -> None:
-        """Take the outputs [(end - begin) B, H] of these steps: of one, if tokens wait for it."""
-        hidden = hidden.detach()
-        if self._finds_tokens:
-            # a copy, for the cell may write what it returns again
-            hidden = hidden.to(self._head.dtype, copy=True).contiguous()
-            with self._precision:
-                self._find_tokens(begin, hidden)
-        self._hidden.append(hidden)
-        if end - self._begin >= self._size or end == self._transcript.tokens.steps:
-            self.finish(end)
-
-    def _find_tokens(self, step: int, hidden: Tensor) -> None:
-        transcript, head, at = self._transcript, self._head, step - self._begin
-        tokens, targets = transcript.tokens, transcript.tokens.targets
-        uniforms = transcript.source.uniforms
-        if at == 0:
-            steps = min(self._size, tokens.steps - step)
-            exps = None
-            if not head.of_distributions:
-                exps = head.workspace_slice(steps * tokens.batch)
-            self._exps = None if exps is None else exps.split(tokens.batch)
-        self._stats.append(hidden.new_empty(3, tokens.batch))
-        _operators.head_forward(
-            hidden, head.weight, head.bias, None if targets is None else targets[step],
-            None if uniforms is None else uniforms[step], transcript.source.temperature,
-            None if self._exps is None else self._exps[at], head.logit_rows,
-            transcript.predicted[step], self._stats[-1],
-        )  # fmt: skip
-
-    def finish(self, end: int) -> None:
-        """Find what is left of the steps until `end`."""
-        begin, batch, given = self._begin, self._transcript.tokens.batch, self._hidden
-        self._begin, self._hidden = end, []
-        if not given:
-            return
-        hidden = given[0] if len(given) == 1 else torch.cat(given)
-        with no_grad_no_autocast(hidden.device):
-            if not self._finds_tokens:
-                self._transcript.predict(self._head, begin, end, hidden)
-                return
-            rows = torch.arange(begin * batch, end * batch, device=hidden.device)
-            stats, self._stats = torch.cat(self._stats, 1), []
-            self._transcript.add_rows(self._head, rows, hidden, stats)
-
-
 @dataclass
 class CallableSteps:
     """Runs steps of the cell, for their outputs, states and tokens."""
@@ -146,6 +137,7 @@ class CallableSteps:
     transcript: Transcript
     head: HeadOfSteps | None  # None where tokens are known, and where the head is called
     root: Tensor  # of the embedding's lookups
+    context: tuple[Tensor, ...]
     builds_graph: bool
     returns_outputs: bool
     known: int = 0  # steps whose tokens are known; later passes over them are replays
@@ -176,7 +168,7 @@ class CallableSteps:
         as are small: the backward pass has freed it when it runs the other steps again.
         """
         plan, steps = self.transcript.plan, self.transcript.tokens.steps
-        found, context = [], self.transcript.model.context
+        found = []
         measures = self.builds_graph and not plan.bounded
         graph = size = 0  # bytes of the first step's graph, and of the state after it
         active = self.transcript.active
@@ -184,17 +176,16 @@ class CallableSteps:
         if self.transcript.model.called_head is not None:  # the graphs of segments hold logits
             longest = max(1, min(SEGMENT, plan.rows // self.transcript.tokens.batch))
         for begin, end in segments_of(self.transcript.truncation, steps, measures, longest):
-            given = (state, self.root, *context)
             if begin == 0 and measures:
-                with self._replay.measuring(context) as sizes:
-                    segment, state = self.run_steps(0, 0, end, *given)
+                with self._replay.measuring(self.context) as sizes:
+                    segment, state = self.run_steps(0, 0, end, state)
                 graph, size = sum(sizes.values()), size_of(state)
             elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
                 if active is None and size == size_of(self.transcript.tokens.state):
                     end = steps  # all steps will be kept, and none is left out
-                segment, state = self.run_steps(begin, begin, end, *given)
+                segment, state = self.run_steps(begin, begin, end, state)
             else:
-                segment, state = self._run_segment(begin, begin, end, *given)
+                segment, state = self._run_segment(begin, begin, end, state)
             found.append(segment)
             if end == steps:
                 break
@@ -212,7 +203,6 @@ class CallableSteps:
         windows begin, and each window's graph then starts from its own detached state.
         """
         transcript, tokens = self.transcript, self.transcript.tokens
-        given = (self.root, *transcript.model.context)
         starts: dict[int, Checkpoint] = {}
         known: list[Tensor] = []  # the fingerprint of every step
         last = tokens.state
@@ -222,14 +212,14 @@ class CallableSteps:
                 kept = map_tensors(torch.clone, last)  # a cell may write into its own later
                 starts[first] = self._replay.checkpoint(kept)
                 for begin, end in cuts(first, following, SEGMENT):
-                    segment, last = self._run_segment(begin, begin, end, last, *given)
+                    segment, last = self._run_segment(begin, begin, end, last)
                     known += fingerprints_of([*segment.hidden])
         found = []
         for begin, counting, end in spans:
             # with its graph: windows from step 0 reach the encoder
             state = tokens.state if begin == 0 else starts[begin].state
             with self._replay.running_from(starts[begin]):
-                segment, _ = self._run_segment(begin, counting, end, state, *given)
+                segment, _ = self._run_segment(begin, counting, end, state)
                 self._replay.check_same([*segment.hidden], known[counting:end])
                 if segment.losses is not None:
                     losses = fingerprints_of(transcript.losses[counting:end])
@@ -240,26 +230,21 @@ class CallableSteps:
         return found, last
 
     def _run_segment(
-        self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor
+        self, begin: int, counting: int, end: int, state: State
     ) -> tuple[Segment, State]:
         """The results of steps [counting, end), and the state after step end - 1.
 
         The graph holds only the inputs of the segment: the backward pass runs its steps again.
         """
         if not (self.builds_graph and torch.is_grad_enabled()):
-            return self.run_steps(begin, counting, end, state, root, *context)
-        checkpoint = self._replay.checkpoint(state, context)
-
-        def run(state: State) -> tuple[Segment, State]:
-            return self.run_steps(begin, counting, end, state, root, *context)
-
+            return self.run_steps(begin, counting, end, state)
+        checkpoint = self._replay.checkpoint(state, self.context)
+        run = partial(self.run_steps, begin, counting, end)
         return self._replay.record(run, state, checked=_reached, start=lambda: checkpoint)
 
-    def run_steps(
-        self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor
-    ) -> tuple[Segment, State]:
+    def run_steps(self, begin: int, counting: int, end: int, state: State) -> tuple[Segment, State]:
         """As `_run_segment`, with a graph that keeps everything."""
-        steps, state = self._call_steps(begin, counting, end, state, root, *context)
+        steps, state = self._call_steps(begin, counting, end, state)
         joined = torch.stack(steps.hidden)
         if end > self.known:
             self._predict(begin, end, joined.flatten(0, 1))
@@ -269,7 +254,7 @@ class CallableSteps:
         return Segment(joined, raw, join(OP, torch.stack, steps.extras), losses), state
 
     def _call_steps(
-        self, begin: int, counting: int, end: int, state: State, root: Tensor, *context: Tensor
+        self, begin: int, counting: int, end: int, state: State
     ) -> tuple[_Steps, State]:
         transcript, model, tokens = self.transcript, self.transcript.model, self.transcript.tokens
         graph = torch.is_grad_enabled()
@@ -279,8 +264,9 @@ class CallableSteps:
         known = not tokens.free_running or end <= self.known
         embedded: Iterable[Tensor | None] = [None] * (end - begin)
         if model.table.module is None:
-            embedded = model.table.lookups(root, transcript.inputs[begin:end], known)
+            embedded = model.table.lookups(self.root, transcript.inputs[begin:end], known)
         changes = transcript.gate is not OPEN_GATE or tokens.resets is not None
+        called = model.called_head is not None
         for step, x in enumerate(embedded, begin):
             if x is None:
                 x = model.table.call(transcript.inputs[step])
@@ -289,7 +275,7 @@ class CallableSteps:
             if model.embedding_dropout > 0:
                 x = F.dropout(x, model.embedding_dropout)
             state = self._before(step, state) if changes else state
-            output, new_state, more = self._call(x, state, context)
+            output, new_state, more = self._call(x, state)
             check_output(OP, output, tokens.batch, model.head_weight.shape[1])
             reached = [output, *tensors(new_state)]
             if not graph:  # a cell may return the same memory at every step
@@ -301,10 +287,11 @@ class CallableSteps:
             state = new_state
             rate = model.output_dropout
             hidden = F.dropout(output, rate) if rate > 0 else output
-            if model.called_head is not None and step >= min(counting, self.known):
-                results.losses.append(self._call_head(step, hidden))
+            if called and step >= min(counting, self.known):
+                losses = called_head_losses(transcript, step, hidden, step < self.known)
+                results.losses.append(losses)
                 reached.append(results.losses[-1])
-            elif model.called_head is not None:  # for what it keeps and draws
+            elif called:  # for what it keeps and draws
                 with torch.no_grad():
                     called_logits(OP, model, hidden)
             if graph and not self._knows_graph:
@@ -318,8 +305,13 @@ class CallableSteps:
                 given = [output] if more is None else [output, *tensors(more)]
                 returned += given
                 counts += write_counts(given)
-            if tokens.free_running and step >= self.known:
+            if step < self.known or not (tokens.free_running or called):
+                continue
+            if called:
+                self.known = step + 1
+            else:
                 self._predict(step, step + 1, hidden)
+            if tokens.free_running:
                 transcript.feed_back(step)
         check_unwritten(OP, "cell", "no output or extras of an earlier step", returned, counts)
         return results, state
@@ -334,12 +326,11 @@ class CallableSteps:
             state = resets.apply(OP, step, transcript.active, state, initial, batch_dim)
         return transcript.gate.attach(step, state, batch_dim)
 
-    def _call(
-        self, x: Tensor, state: State, context: tuple[Tensor, ...]
-    ) -> tuple[Tensor, State, State]:
+    def _call(self, x: Tensor, state: State) -> tuple[Tensor, State, State]:
         """A step of the cell, which may not write into tensors that are read again: by a replay of
         the step, or for rows that stay as they were."""
-        transcript, step = self.transcript, self.transcript.model.cell.step
+        transcript, context = self.transcript, self.context
+        step = transcript.model.cell.step
         stays = transcript.active is not None or transcript.tokens.resets is not None
         if not (self.builds_graph or stays):
             return step(x, state, *context)
@@ -351,16 +342,6 @@ class CallableSteps:
         result = step(x, state, *context)
         check_unwritten(OP, "cell", "no tensor of its state or context", given, counts)
         return result
-
-    def _call_head(self, step: int, hidden: Tensor) -> Tensor:
-        """The losses [B] of a step. Its token is chosen the first time."""
-        known = step < self.known
-        losses = called_head_losses(self.transcript, step, hidden, known)
-        if not known:
-            self.known = step + 1
-            if self.transcript.tokens.free_running:
-                self.transcript.feed_back(step)
-        return losses
 
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
         assert self.head is not None  # every token is known before the backward pass
@@ -382,3 +363,59 @@ def segments_of(
     period = truncation.period
     ends = () if period is None else range(period, steps, period)
     return cuts(0, steps, longest, ends, (1,) if measures else ())
+
+
+class HeadLoss(torch.autograd.Function):
+    """The loss as a function of the head's parameters and the cell's outputs.
+
+    Its value and, as a rule, its gradients are known when it is applied. The root of the
+    embedding's lookups is an argument, so that its backward runs even if no gradient reaches any.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        saved: SavedForBackward,
+        value: Tensor,  # 0-dim or [T, B]
+        weight: Tensor,
+        bias: Tensor | None,
+        root: Tensor,
+        *hiddens: Tensor,  # [steps, B, H] each
+    ) -> Tensor:
+        ctx.saved = saved
+        ctx.save_for_backward(*hiddens)
+        ctx.layout = [(hidden.shape, hidden.dtype) for hidden in hiddens]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        saved: SavedForBackward = ctx.saved
+        model = saved.model
+        begin_backward(saved, upstream)
+        needs_weight, needs_bias, needs_root = ctx.needs_input_grad[2:5]
+        needs_hidden = ctx.needs_input_grad[5:]
+        with no_grad_no_autocast(upstream.device):
+            needs = NeedsGrad(any(needs_hidden), needs_weight, needs_bias)
+            gradients, main = saved.head_gradients(
+                upstream,
+                lambda: (hidden.flatten(0, 1) for hidden in ctx.saved_tensors),
+                needs,
+                not model.tied,
+            )
+        weight = gradients.weight if needs_weight and main is None else None
+        if weight is not None and model.tied:
+            # One buffer for both: the rows of the lookups are added to the head's gradient.
+            model.table.tied_gradient, weight = weight, None
+        d_hiddens: list[Tensor | None] = []
+        done = 0
+        for (shape, dtype), needed in zip(ctx.layout, needs_hidden, strict=True):
+            rows = slice(done, done + shape[0] * shape[1])
+            done = rows.stop
+            d_hiddens.append(gradients.hidden[rows].view(shape).to(dtype) if needed else None)
+        return (
+            *(None, None),
+            None if weight is None else weight.to(model.head_weight.dtype),
+            gradients.bias_like(model.head_bias) if needs_bias else None,
+            model.table.weight.new_zeros(0) if needs_root else None,
+            *d_hiddens,
+        )
