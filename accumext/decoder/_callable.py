@@ -26,6 +26,7 @@ from accumext.decoder._callable_heads import (
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
 from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._plan import SEGMENT, keeps_graph
+from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.recurrence import (
@@ -43,7 +44,6 @@ from accumext.recurrence import (
     freeze,
     join,
     map_tensors,
-    no_grad_no_autocast,
     parameter_tensors,
     size_of,
     tensors,
@@ -290,7 +290,7 @@ class CallableSteps:
             if called and step >= min(counting, self.known):
                 losses = called_head_losses(transcript, step, hidden, step < self.known)
                 results.losses.append(losses)
-                reached.append(results.losses[-1])
+                reached.append(losses)
             elif called:  # for what it keeps and draws
                 with torch.no_grad():
                     called_logits(OP, model, hidden)
@@ -305,14 +305,8 @@ class CallableSteps:
                 given = [output] if more is None else [output, *tensors(more)]
                 returned += given
                 counts += write_counts(given)
-            if step < self.known or not (tokens.free_running or called):
-                continue
-            if called:
-                self.known = step + 1
-            else:
-                self._predict(step, step + 1, hidden)
-            if tokens.free_running:
-                transcript.feed_back(step)
+            if step >= self.known and (tokens.free_running or called):
+                self._choose(step, hidden)
         check_unwritten(OP, "cell", "no output or extras of an earlier step", returned, counts)
         return results, state
 
@@ -342,6 +336,14 @@ class CallableSteps:
         result = step(x, state, *context)
         check_unwritten(OP, "cell", "no tensor of its state or context", given, counts)
         return result
+
+    def _choose(self, step: int, hidden: Tensor) -> None:
+        """Find the token of a step, unless a head that is called has, and what is fed after it."""
+        if self.transcript.model.called_head is None:
+            self._predict(step, step + 1, hidden)
+        self.known = step + 1
+        if self.transcript.tokens.free_running:
+            self.transcript.feed_back(step)
 
     def _predict(self, begin: int, end: int, hidden: Tensor) -> None:
         assert self.head is not None  # every token is known before the backward pass

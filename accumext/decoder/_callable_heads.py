@@ -14,9 +14,10 @@ from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP, Model
 from accumext.decoder._objective import Objective
+from accumext.decoder._precision import no_autocast, no_grad_no_autocast
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._transcript import Transcript
-from accumext.recurrence import no_autocast, no_grad_no_autocast, sample
+from accumext.recurrence import sample
 from accumext.tensors.checks import check_first_order, fail_type, fail_value, type_name
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from accumext.decoder._callable import decode_with_callable
 from accumext.decoder._memory import Call, predicted_peak
 from accumext.decoder._model import OP, Model, head_weights
+from accumext.decoder._module_calls import formula_weights
 from accumext.decoder._objective import Objective
 from accumext.decoder._observations import rows_of
 from accumext.decoder._plan import Plan
@@ -24,7 +25,6 @@ from accumext.recurrence import (
     WHOLE,
     State,
     Truncation,
-    formula_weights,
     map_leaves,
     map_tensors,
     observing,

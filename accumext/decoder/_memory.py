@@ -23,19 +23,9 @@ from accumext.decoder._callable import CallableSteps, segments_of
 from accumext.decoder._model import Model
 from accumext.decoder._objective import Objective
 from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, Plan, keeps_graph
+from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
 from accumext.decoder._tokens import Tokens
-from accumext.recurrence import (
-    GRU,
-    LSTM,
-    RNN_RELU,
-    RNN_TANH,
-    RnnWeights,
-    State,
-    Truncation,
-    map_tensors,
-    parameter_tensors,
-    tensors,
-)
+from accumext.recurrence import State, Truncation, map_tensors, parameter_tensors, tensors
 from accumext.tensors.torch_private import (
     Allocations,
     fake_tensors,

@@ -18,11 +18,18 @@ from torch import Tensor
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
 from accumext.decoder._plan import PRE_ACTIVATIONS
 from accumext.decoder._rnn_steps import NO_DROPOUT, NOTHING, RnnBuffers, StepsCall, draw_dropout
+from accumext.decoder._rnn_weights import (
+    RnnWeights,
+    dense_rows,
+    module_state,
+    operands,
+    states_from,
+)
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._through_time import ThroughTime
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.ops.wgrad_fusion import destination
-from accumext.recurrence import RnnWeights, cuts, dense_rows, module_state, operands, states_from
+from accumext.recurrence import cuts
 from accumext.tensors.checks import check_first_order
 
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accumext.decoder import _operators
-from accumext.recurrence import Resets, RnnWeights, cuts
+from accumext.decoder._rnn_weights import RnnWeights
+from accumext.recurrence import Resets, cuts
 from accumext.tensors import scalars
 
 NOTHING = nullcontext()  # instead of a reset

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from accumext.decoder import _operators
 from accumext.decoder._rnn_steps import RnnBuffers
+from accumext.decoder._rnn_weights import GRU, module_state
 from accumext.decoder._transcript import Transcript
-from accumext.recurrence import GRU, OPEN_GATE, WHOLE, Resets, cuts, module_state
+from accumext.recurrence import OPEN_GATE, WHOLE, Resets, cuts
 from accumext.tensors import scalars
 
 

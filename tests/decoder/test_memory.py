@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import accumext
 from accumext.decoder import _memory, _plan
 from accumext.decoder._plan import HeadRows, Plan, backward_steps, fill_budget, keeps_graph
+from accumext.decoder._precision import Dtypes
+from accumext.decoder._rnn_weights import rnn_weights_of
 from accumext.demo.memory import peak_memory
-from accumext.recurrence import Dtypes, rnn_weights_of
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
