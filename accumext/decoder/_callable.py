@@ -102,32 +102,18 @@ def _fused_head(transcript: Transcript, differentiable: bool) -> FusedCrossEntro
 
 
 class Segment(NamedTuple):
-    """The results of some steps."""
+    """The results of some steps, or of one, without the dimension n."""
 
     hidden: Tensor  # [n, B, H]: what the head reads
     outputs: Tensor | None  # [n, B, H] of the cell, if they are asked for and are others
     extras: State  # tensors [n, ...]
-    losses: Tensor | None = None  # [n, B], with a graph, of a head that is called
+    losses: Tensor | None  # [n, B], with a graph, of a head that is called
 
 
-class _Steps(NamedTuple):
-    """The results of some steps, of each one by one."""
-
-    hidden: list[Tensor]
-    outputs: list[Tensor]
-    extras: list[State]
-    losses: list[Tensor]  # with a graph, of a head that is called
-
-
-def _silent(segment: Segment, steps: int) -> Segment:
+def _inactive(segment: Segment, steps: int) -> Segment:
     """The results of steps in which no row is active: zeros, without a call of the cell."""
-
-    def zeros(leaf: Tensor) -> Tensor:
-        return leaf.new_zeros(steps, *leaf.shape[1:])
-
-    outputs = None if segment.outputs is None else zeros(segment.outputs)
-    losses = None if segment.losses is None else zeros(segment.losses)
-    return Segment(zeros(segment.hidden), outputs, map_tensors(zeros, segment.extras), losses)
+    zeros: Segment = map_tensors(lambda leaf: leaf.new_zeros(steps, *leaf.shape[1:]), segment)
+    return zeros
 
 
 @dataclass
@@ -192,7 +178,7 @@ class CallableSteps:
             if active is not None and _operators.none_active(active[end]):
                 if self.head is not None:
                     self.head.finish(end)
-                found.append(_silent(segment, steps - end))
+                found.append(_inactive(segment, steps - end))
                 break
         return found, state
 
@@ -245,20 +231,18 @@ class CallableSteps:
     def run_steps(self, begin: int, counting: int, end: int, state: State) -> tuple[Segment, State]:
         """As `_run_segment`, with a graph that keeps everything."""
         steps, state = self._call_steps(begin, counting, end, state)
-        joined = torch.stack(steps.hidden)
+        columns = map(list, zip(*steps, strict=True))
+        segment = Segment(*(join(OP, torch.stack, column) for column in columns))
         if end > self.known:
-            self._predict(begin, end, joined.flatten(0, 1))
-        returns = self.returns_outputs and self.transcript.model.output_dropout > 0
-        raw = torch.stack(steps.outputs) if returns else None
-        losses = torch.stack(steps.losses[-len(joined) :]) if steps.losses else None
-        return Segment(joined, raw, join(OP, torch.stack, steps.extras), losses), state
+            self._predict(begin, end, segment.hidden.flatten(0, 1))
+        return segment, state
 
     def _call_steps(
         self, begin: int, counting: int, end: int, state: State
-    ) -> tuple[_Steps, State]:
+    ) -> tuple[list[Segment], State]:
         transcript, model, tokens = self.transcript, self.transcript.model, self.transcript.tokens
         graph = torch.is_grad_enabled()
-        results = _Steps([], [], [], [])
+        results: list[Segment] = []
         returned: list[Tensor] = []
         counts: list[int] = []
         known = not tokens.free_running or end <= self.known
@@ -287,9 +271,9 @@ class CallableSteps:
             state = new_state
             rate = model.output_dropout
             hidden = F.dropout(output, rate) if rate > 0 else output
-            if called and step >= min(counting, self.known):
+            losses = None
+            if called and step >= counting:
                 losses = called_head_losses(transcript, step, hidden, step < self.known)
-                results.losses.append(losses)
                 reached.append(losses)
             elif called:  # for what it keeps and draws
                 with torch.no_grad():
@@ -299,9 +283,9 @@ class CallableSteps:
                 leaves = leaves_since(self._first_node, reached)
                 self.used += [(leaf, write_count(leaf)) for leaf in leaves]
             if step >= counting:
-                results.hidden.append(hidden)
-                results.outputs.append(output)
-                results.extras.append(more if self.returns_outputs else detach(more))
+                raw = output if self.returns_outputs and rate > 0 else None
+                extras = more if self.returns_outputs else detach(more)
+                results.append(Segment(hidden, raw, extras, losses))
                 given = [output] if more is None else [output, *tensors(more)]
                 returned += given
                 counts += write_counts(given)
