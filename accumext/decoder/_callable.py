@@ -60,12 +60,12 @@ def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decode
     reached += parameters_of(model.table.module)
     differentiable = model.cell.state_shapes is None or any(t.requires_grad for t in reached)
     differentiable = differentiable or model.called_head is not None
-    root, head, takes = model.table.root(), None, None
+    anchor, head, takes = model.table.anchor(), None, None
     if model.called_head is None:
         head = _fused_head(transcript, differentiable)
         takes = HeadOfSteps(transcript, head)
     builds_graph = grad_enabled and differentiable
-    steps = CallableSteps(transcript, takes, root, model.context, builds_graph, return_outputs)
+    steps = CallableSteps(transcript, takes, anchor, model.context, builds_graph, return_outputs)
     del takes  # with its part of the workspace
     segments, last = steps.run()
     outputs = None
@@ -82,10 +82,10 @@ def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decode
     if head is None:
         losses = torch.cat([s.losses for s in segments if s.losses is not None])
         value = reduced(transcript, losses, inverse_divisor)
-        loss = BeginBackward.apply(saved, value, root)  # type: ignore[no-untyped-call]
+        loss = BeginBackward.apply(saved, value, anchor)  # type: ignore[no-untyped-call]
     else:
         loss = HeadLoss.apply(  # type: ignore[no-untyped-call]
-            saved, value, model.head_weight, model.head_bias, root, *(s.hidden for s in segments)
+            saved, value, model.head_weight, model.head_bias, anchor, *(s.hidden for s in segments)
         )
     return Decoded(loss, last, lengths, outputs, extras)
 
@@ -122,7 +122,7 @@ class CallableSteps:
 
     transcript: Transcript
     head: HeadOfSteps | None  # None where tokens are known, and where the head is called
-    root: Tensor  # of the embedding's lookups
+    anchor: Tensor  # of the embedding's lookups
     context: tuple[Tensor, ...]
     builds_graph: bool
     returns_outputs: bool
@@ -248,7 +248,7 @@ class CallableSteps:
         known = not tokens.free_running or end <= self.known
         embedded: Iterable[Tensor | None] = [None] * (end - begin)
         if model.table.module is None:
-            embedded = model.table.lookups(self.root, transcript.inputs[begin:end], known)
+            embedded = model.table.lookups(self.anchor, transcript.inputs[begin:end], known)
         changes = transcript.gate is not OPEN_GATE or tokens.resets is not None
         called = model.called_head is not None
         for step, x in enumerate(embedded, begin):
@@ -354,7 +354,7 @@ def segments_of(
 class HeadLoss(torch.autograd.Function):
     """The loss as a function of the head's parameters and the cell's outputs.
 
-    Its value and, as a rule, its gradients are known when it is applied. The root of the
+    Its value and, as a rule, its gradients are known when it is applied. The anchor of the
     embedding's lookups is an argument, so that its backward runs even if no gradient reaches any.
     """
 
@@ -365,7 +365,7 @@ class HeadLoss(torch.autograd.Function):
         value: Tensor,  # 0-dim or [T, B]
         weight: Tensor,
         bias: Tensor | None,
-        root: Tensor,
+        anchor: Tensor,
         *hiddens: Tensor,  # [steps, B, H] each
     ) -> Tensor:
         ctx.saved = saved

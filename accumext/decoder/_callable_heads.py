@@ -176,11 +176,11 @@ def begin_backward(saved: SavedForBackward, upstream: Tensor) -> None:
 class BeginBackward(torch.autograd.Function):
     """The loss itself, whose backward pass begins here, with checks and the gate of its states.
 
-    The root of the embedding's lookups is an argument, as in `HeadLoss`.
+    The anchor of the embedding's lookups is an argument, as in `HeadLoss`.
     """
 
     @staticmethod
-    def forward(ctx: Any, saved: SavedForBackward, loss: Tensor, root: Tensor) -> Tensor:
+    def forward(ctx: Any, saved: SavedForBackward, loss: Tensor, anchor: Tensor) -> Tensor:
         ctx.saved = saved
         return loss.clone()
 

@@ -271,7 +271,7 @@ def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
     of a step's graph."""
     state = map_tensors(partial(_copy, requires_grad=True), call.tokens.state)
     run = _without_data(call, steps)
-    d_hidden = run.root.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
+    d_hidden = run.anchor.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
 
     with Allocations(fake) as memory:
         first = next_node_number()
@@ -281,7 +281,7 @@ def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
         size = sum({id(t.untyped_storage()): t.nbytes for t in tensors(last)}.values())
         if not hidden.requires_grad:
             return memory.peak, 0, size, 0
-        kept = [run.root, *tensors(state)]
+        kept = [run.anchor, *tensors(state)]
         edges, weights = _leaves(hidden, first, kept)
         differentiable = [t for t in tensors(last) if t.requires_grad]
         roots = [get_gradient_edge(t) for t in (hidden, *differentiable)]
@@ -305,9 +305,9 @@ def _without_data(call: Call, steps: int) -> CallableSteps:
         model=model, tokens=tokens, gate=gate, inputs=empty(shape, dtype=torch.int64),
         active=empty(shape, dtype=torch.bool) if ends else None,
     )  # fmt: skip
-    root = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
+    anchor = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
     context = tuple(_copy(tensor, tensor.requires_grad) for tensor in model.context)
-    return CallableSteps(transcript, None, root, context, True, call.return_outputs, known=steps)
+    return CallableSteps(transcript, None, anchor, context, True, call.return_outputs, known=steps)
 
 
 def _grown(call: Call, fake: Any, ahead: int) -> State:

@@ -40,7 +40,7 @@ from accumext.recurrence import (
     with_shapes,
     within_length_of,
     write_counts,
-    zero_gradient_tie,
+    zero_dependency,
 )
 from accumext.tensors.checks import (
     FLOAT_DTYPES,
@@ -192,8 +192,9 @@ def tbptt(
         with gathered_once(OP, step, criterion) as gathered:
             loss, state = running.run(first, begin, end, state, history)
             loss = loss * loss_factor
-            for tie in [graph.tie() for graph in ([initial] if reaches_initial else []) + [memory]]:
-                loss = loss if tie is None else loss + tie.to(loss.dtype)
+            for shared in [initial, memory] if reaches_initial else [memory]:
+                if (zero := shared.zero_dependency()) is not None:
+                    loss = loss + zero.to(loss.dtype)
             if gathered is not None:
                 loss = gathered.finish(loss)
         _call_backward(backward, loss, bool(losses))
@@ -420,9 +421,9 @@ class _SharedGraph:
         self._hooked[id(value)] = hooked
         return hooked
 
-    def tie(self) -> Tensor | None:
+    def zero_dependency(self) -> Tensor | None:
         """A 0 that makes backward reach every tensor that earlier windows have a gradient for."""
-        return zero_gradient_tie([*self._hooked.values()])
+        return zero_dependency([*self._hooked.values()])
 
 
 def _check(

@@ -35,7 +35,7 @@ from accumext.recurrence._states import tensors as tensors
 from accumext.recurrence._states import with_shapes as with_shapes
 from accumext.recurrence._states import within_length_of as within_length_of
 from accumext.recurrence._states import write_counts as write_counts
-from accumext.recurrence._states import zero_gradient_tie as zero_gradient_tie
+from accumext.recurrence._states import zero_dependency as zero_dependency
 from accumext.recurrence._truncation import OPEN_GATE as OPEN_GATE
 from accumext.recurrence._truncation import WHOLE as WHOLE
 from accumext.recurrence._truncation import StateGradientGate as StateGradientGate
