@@ -231,8 +231,13 @@ class CallableSteps:
     def run_steps(self, begin: int, counting: int, end: int, state: State) -> tuple[Segment, State]:
         """As `_run_segment`, with a graph that keeps everything."""
         steps, state = self._call_steps(begin, counting, end, state)
-        columns = map(list, zip(*steps, strict=True))
-        segment = Segment(*(join(OP, torch.stack, column) for column in columns))
+        hidden, outputs, extras, losses = map(list, zip(*steps, strict=True))
+        segment = Segment(
+            torch.stack(hidden),
+            None if outputs[0] is None else torch.stack(outputs),
+            join(OP, torch.stack, extras),
+            None if losses[0] is None else torch.stack(losses),
+        )
         if end > self.known:
             self._predict(begin, end, segment.hidden.flatten(0, 1))
         return segment, state
