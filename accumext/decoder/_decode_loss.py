@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder._callable_path import decode_with_callable
+from accumext.decoder._callable import decode_with_callable
 from accumext.decoder._memory import Call, predicted_peak
 from accumext.decoder._model import OP, Model, head_weights
+from accumext.decoder._module_calls import formula_weights
 from accumext.decoder._objective import Objective
 from accumext.decoder._observations import rows_of
 from accumext.decoder._plan import Plan
@@ -24,13 +25,12 @@ from accumext.recurrence import (
     WHOLE,
     State,
     Truncation,
-    formula_weights,
     map_leaves,
     map_tensors,
     observing,
     tensors,
     with_shapes,
-    zero_gradient_tie,
+    zero_dependency,
 )
 from accumext.tensors.checks import (
     DrawWord,
@@ -335,9 +335,9 @@ def _decode_nothing(transcript: Transcript, return_outputs: bool) -> Decoded:
     model, losses, state = transcript.model, transcript.losses, transcript.tokens.state
     loss = losses if transcript.objective.reduction == "none" else losses.sum()
     reached = [*model.parameters(), *tensors(state), *model.context]
-    tie = zero_gradient_tie(reached) if torch.is_grad_enabled() else None
-    if tie is not None:
-        loss = loss + tie.to(loss.dtype)
+    dependency = zero_dependency(reached) if torch.is_grad_enabled() else None
+    if dependency is not None:
+        loss = loss + dependency.to(loss.dtype)
     lengths, outputs = transcript.finish().lengths, None
     if return_outputs:
         outputs = model.head_weight.new_zeros(*losses.shape, model.head_weight.shape[1])

@@ -27,7 +27,7 @@ from accumext.decoder import _operators
 from accumext.decoder._model import Model
 from accumext.decoder._objective import NO_TEACHER, Objective
 from accumext.decoder._plan import Plan
-from accumext.recurrence import Dtypes
+from accumext.decoder._precision import Dtypes
 
 
 class NeedsGrad(NamedTuple):

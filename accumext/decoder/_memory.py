@@ -19,23 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from accumext.decoder._callable_steps import CallableSteps, segments
+from accumext.decoder._callable import CallableSteps, segments_of
 from accumext.decoder._model import Model
 from accumext.decoder._objective import Objective
 from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, Plan, keeps_graph
+from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
 from accumext.decoder._tokens import Tokens
-from accumext.recurrence import (
-    GRU,
-    LSTM,
-    RNN_RELU,
-    RNN_TANH,
-    RnnWeights,
-    State,
-    Truncation,
-    map_tensors,
-    parameter_tensors,
-    tensors,
-)
+from accumext.recurrence import State, Truncation, map_tensors, parameter_tensors, tensors
 from accumext.tensors.torch_private import (
     Allocations,
     fake_tensors,
@@ -259,7 +249,7 @@ def _kept_steps(call: Call, graph: int, growth: int) -> int:
         return 0
     return sum(
         end - begin
-        for begin, end in segments(steps, call.truncation.period, 1)
+        for begin, end in segments_of(call.truncation, steps, measures=True)
         if begin == 0 or keeps_graph(steps - begin, graph, growth * (begin - 1))
     )
 
@@ -280,18 +270,18 @@ def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
     """Bytes of a segment's graph and backward pass, of the gradients that are left, of a state, and
     of a step's graph."""
     state = map_tensors(partial(_copy, requires_grad=True), call.tokens.state)
-    run, root, context = _without_data(call, steps)
-    d_hidden = root.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
+    run = _without_data(call, steps)
+    d_hidden = run.anchor.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
 
     with Allocations(fake) as memory:
         first = next_node_number()
-        segment, last = run.run_steps(0, 0, steps, state, root, *context)
+        segment, last = run.run_steps(0, 0, steps, state)
         hidden = segment.hidden
         del segment
         size = sum({id(t.untyped_storage()): t.nbytes for t in tensors(last)}.values())
         if not hidden.requires_grad:
             return memory.peak, 0, size, 0
-        kept = [root, *tensors(state)]
+        kept = [run.anchor, *tensors(state)]
         edges, weights = _leaves(hidden, first, kept)
         differentiable = [t for t in tensors(last) if t.requires_grad]
         roots = [get_gradient_edge(t) for t in (hidden, *differentiable)]
@@ -304,8 +294,8 @@ def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
     return memory.peak, sum(weight.nbytes for weight in weights), size, graph
 
 
-def _without_data(call: Call, steps: int) -> tuple[CallableSteps, Tensor, list[Tensor]]:
-    """Steps to run on tensors without data, the root of the embedding's lookups, the context."""
+def _without_data(call: Call, steps: int) -> CallableSteps:
+    """Steps to run on tensors without data."""
     model, tokens, table = call.model, call.tokens, call.model.table.weight
     shape = (steps, tokens.batch)
     empty = partial(torch.empty, device=table.device)
@@ -315,10 +305,9 @@ def _without_data(call: Call, steps: int) -> tuple[CallableSteps, Tensor, list[T
         model=model, tokens=tokens, gate=gate, inputs=empty(shape, dtype=torch.int64),
         active=empty(shape, dtype=torch.bool) if ends else None,
     )  # fmt: skip
-    root = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
-    context = [_copy(tensor, tensor.requires_grad) for tensor in model.context]
-    run = CallableSteps(transcript, None, root, True, call.return_outputs, known=steps)
-    return run, root, context
+    anchor = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
+    context = tuple(_copy(tensor, tensor.requires_grad) for tensor in model.context)
+    return CallableSteps(transcript, None, anchor, context, True, call.return_outputs, known=steps)
 
 
 def _grown(call: Call, fake: Any, ahead: int) -> State:
@@ -326,11 +315,11 @@ def _grown(call: Call, fake: Any, ahead: int) -> State:
     given = call.tokens.state
     if ahead < 2:
         return given
-    run, root, context = _without_data(call, 1)
+    run = _without_data(call, 1)
     with Allocations(fake), torch.no_grad():
         start = map_tensors(partial(_copy, requires_grad=False), given)
-        _, one = run.run_steps(0, 0, 1, start, root, *context)
-        _, two = run.run_steps(0, 0, 1, one, root, *context)
+        _, one = run.run_steps(0, 0, 1, start)
+        _, two = run.run_steps(0, 0, 1, one)
     before = iter(tensors(one))
 
     def longer(leaf: Tensor) -> Tensor:

@@ -9,20 +9,12 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from accumext.decoder._embedding import EmbeddingTable
+from accumext.decoder._module_calls import changes_when_read, formula_weights
+from accumext.decoder._precision import Dtypes, dtypes_of
+from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.distributed import is_shard
-from accumext.recurrence import (
-    Cell,
-    Dtypes,
-    EmbeddingTable,
-    RnnWeights,
-    cell_of,
-    changes_when_read,
-    dtypes_of,
-    formula_weights,
-    parameter_tensors,
-    parts_of,
-    rnn_weights_of,
-)
+from accumext.recurrence import Cell, cell_of, parameter_tensors, parts_of
 from accumext.recurrence.peft import base_layer
 from accumext.tensors.checks import (
     FLOAT_DTYPES,

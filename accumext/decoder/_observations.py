@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._model import OP
-from accumext.recurrence import EmbeddingTable, within_length_of
+from accumext.recurrence import within_length_of
 from accumext.tensors.checks import FLOAT_DTYPES, dtype_name, fail_type, fail_value, type_name
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext.recurrence import GRU, LSTM, RNN_TANH, sample
+from accumext.decoder._rnn_weights import GRU, LSTM, RNN_TANH
+from accumext.recurrence import sample
 
 # Rows of a half-precision operand that are converted at once: enough for full speed, few beside a
 # vocabulary; and rows of float32 sums of float16 operands on a GPU, where each slice is three
@@ -292,7 +293,7 @@ decode_steps = define_operator(
     # the states' dtype, in which sums are; no bias: empty.
     "Tensor[] cell, "
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
-    "int kind, "  # index into recurrence/_rnn_weights.py: KINDS
+    "int kind, "  # index into _rnn_weights.py: KINDS
     "Tensor? dropout_mask, float dropout_scale, "  # bool [T, L - 1, B, H]: units that are kept
     "Tensor? input_mask, float input_scale, "  # bool [T, B, E]: of the looked-up rows
     "Tensor? output_mask, float output_scale, "  # bool [T, B, H]: of what the head reads

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from accumext.recurrence import Dtypes, RnnWeights
+from accumext.decoder._precision import Dtypes
+from accumext.decoder._rnn_weights import RnnWeights
 from accumext.tensors.checks import fail_value, positive_int
 
 

@@ -18,11 +18,18 @@ from torch import Tensor
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
 from accumext.decoder._plan import PRE_ACTIVATIONS
 from accumext.decoder._rnn_steps import NO_DROPOUT, NOTHING, RnnBuffers, StepsCall, draw_dropout
+from accumext.decoder._rnn_weights import (
+    RnnWeights,
+    dense_rows,
+    module_state,
+    operands,
+    states_from,
+)
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._through_time import ThroughTime
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.ops.wgrad_fusion import destination
-from accumext.recurrence import RnnWeights, dense_rows, module_state, operands, states_from
+from accumext.recurrence import cuts
 from accumext.tensors.checks import check_first_order
 
 
@@ -156,27 +163,23 @@ class _ForwardSteps:
 
     def run(self) -> None:
         """Every step of the call."""
-        begin = 0
-        for end, free_running in self._feedback_spans():
+        for begin, end, free_running in self._feedback_spans():
             if free_running:
                 self._free_running(begin, end)
             else:
                 self._teacher_forced(begin, end)
-            begin = end
 
-    def _feedback_spans(self) -> list[tuple[int, bool]]:
-        """Ends of spans of steps, and whether any of their inputs waits for a prediction."""
+    def _feedback_spans(self) -> list[tuple[int, int, bool]]:
+        """Spans of steps, and whether any of their inputs waits for a prediction."""
         tokens, mask = self.transcript.tokens, self.transcript.source.mask
-        if not tokens.free_running:
-            return [(tokens.steps, False)]
-        if tokens.feedback.word in ("greedy", "sample"):
-            return [(tokens.steps, True)]
-        if tokens.eos is not None or mask is None or mask.device.type != "cpu":
-            return [(tokens.steps, True)]  # on a GPU the host does not wait to read the mask
+        whole = not tokens.free_running or tokens.feedback.word in ("greedy", "sample")
+        # on a GPU the host does not wait to read the mask
+        if whole or tokens.eos is not None or mask is None or mask.device.type != "cpu":
+            return [(0, tokens.steps, tokens.free_running)]
         predicted = [not row for row in mask[1:].all(1).tolist()]
         predicted += predicted[-1:] or [False]  # nothing follows the last step: it joins its span
-        ends = [t + 1 for t in range(tokens.steps - 1) if predicted[t] != predicted[t + 1]]
-        return [(end, predicted[end - 1]) for end in [*ends, tokens.steps]]
+        changes = [t for t in range(1, tokens.steps) if predicted[t - 1] != predicted[t]]
+        return [(*span, predicted[span[0]]) for span in cuts(0, tokens.steps, changes)]
 
     def _teacher_forced(self, begin: int, end: int) -> None:
         """Steps whose inputs are known: the head takes them all at once."""
@@ -185,7 +188,7 @@ class _ForwardSteps:
         teacher = transcript.source.teacher[following]
         transcript.inputs[following] = transcript.padded(following, teacher)
         resets = buffers.resets
-        for first, last in [(begin, end)] if resets is None else resets.spans(begin, end):
+        for first, last in [(begin, end)] if resets is None else cuts(begin, end, resets.steps):
             self._advance(first, last)
         for first, last in buffers.head_spans(begin, end, head.rows):
             transcript.predict(head, first, last, buffers.head_inputs(first, last))
@@ -204,7 +207,7 @@ class _ForwardSteps:
         stats = transcript.losses.new_empty(3, size * batch)
         rows = transcript.predicted.new_empty(size * batch)
         resets = buffers.resets
-        for span in [(begin, end)] if resets is None else resets.spans(begin, end):
+        for span in [(begin, end)] if resets is None else cuts(begin, end, resets.steps):
             for first in range(*span, size):
                 last = min(first + size, span[1])
                 exps = None

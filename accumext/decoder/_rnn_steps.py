@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accumext.decoder import _operators
-from accumext.recurrence import Resets, RnnWeights
+from accumext.decoder._rnn_weights import RnnWeights
+from accumext.recurrence import Resets, cuts
 from accumext.tensors import scalars
 
 NOTHING = nullcontext()  # instead of a reset
@@ -91,12 +92,12 @@ class RnnBuffers:
         span = slice(begin, end)
         return self.steps.of_outputs.apply(self.outputs[span], span).flatten(0, 1)
 
-    def head_spans(self, begin: int, end: int, rows: int) -> Iterator[tuple[int, int]]:
+    def head_spans(self, begin: int, end: int, rows: int) -> list[tuple[int, int]]:
         """[begin, end) in pieces of about so many rows, where dropout would copy them all."""
         size = end - begin
         if self.steps.of_outputs.mask is not None:
             size = max(1, rows // self.outputs.shape[1])
-        return ((first, min(first + size, end)) for first in range(begin, end, size))
+        return cuts(begin, end, size)
 
     def pieces(self, rows: int) -> Iterator[Tensor]:
         """The head's inputs in all steps, in pieces of about so many rows."""

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from accumext.decoder import _operators
 from accumext.decoder._rnn_steps import RnnBuffers
+from accumext.decoder._rnn_weights import GRU, module_state
 from accumext.decoder._transcript import Transcript
-from accumext.recurrence import GRU, OPEN_GATE, WHOLE, Resets, module_state
+from accumext.recurrence import OPEN_GATE, WHOLE, Resets, cuts
 from accumext.tensors import scalars
 
 
@@ -75,8 +76,8 @@ class ThroughTime:
                     for d, of_layer in zip(d_state[part::parts], given if stacked else [given]):
                         d += of_layer
             # pieces in which no row is reset but before the first step, from the last one on
-            spans = [(begin, end)] if resets is None else [*resets.spans(begin, end)][::-1]
-            for first, last in spans:
+            spans = [(begin, end)] if resets is None else cuts(begin, end, resets.steps)
+            for first, last in reversed(spans):
                 for stop in range(last, first, -size):
                     span = slice(max(first, stop - size), stop)
                     d_out, dropout = d_head[span], self._buffers.steps.of_outputs

@@ -15,7 +15,8 @@ import accumext
 from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory, _plan
 from accumext.decoder._plan import HeadRows, Plan, backward_steps, fill_budget, keeps_graph
-from accumext.recurrence import Dtypes, rnn_weights_of
+from accumext.decoder._precision import Dtypes
+from accumext.decoder._rnn_weights import rnn_weights_of
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
