@@ -3,9 +3,10 @@
 from accumext.decoder._called_head import called_logits as called_logits
 from accumext.decoder._decode_loss import DecodeOutput as DecodeOutput
 from accumext.decoder._decode_loss import decode_loss as decode_loss
-from accumext.decoder._decode_loss import decode_memory as decode_memory
 from accumext.decoder._fused_cross_entropy import rounded_head as rounded_head
+from accumext.decoder._memory import decode_memory as decode_memory
 from accumext.decoder._model import Model as Model
+from accumext.decoder._model import model_from as model_from
 from accumext.decoder._operators import define_operator as define_operator
 from accumext.decoder._operators import head_forward as head_forward
 from accumext.decoder._operators import head_forward_reference as head_forward_reference

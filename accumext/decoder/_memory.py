@@ -6,24 +6,26 @@ tensors without data.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Concatenate, ParamSpec, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from accumext.decoder._call import Call, call_from, steps_first
 from accumext.decoder._callable_steps import CallableSteps, segments
-from accumext.decoder._model import Model
-from accumext.decoder._objective import Objective
-from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, Plan, keeps_graph
-from accumext.decoder._tokens import Tokens
+from accumext.decoder._decode_loss import decode_loss
+from accumext.decoder._model import OP, head_weights
+from accumext.decoder._observations import rows_of
+from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, keeps_graph
 from accumext.recurrence import (
     GRU,
     LSTM,
@@ -31,13 +33,15 @@ from accumext.recurrence import (
     RNN_TANH,
     RnnWeights,
     State,
-    Truncation,
+    formula_weights,
     map_tensors,
     parameter_tensors,
     tensors,
 )
+from accumext.tensors.checks import bools, explained, fail_type, type_name
 from accumext.tensors.torch_private import (
     Allocations,
+    base_of,
     fake_tensors,
     is_since,
     leaf_of,
@@ -46,6 +50,8 @@ from accumext.tensors.torch_private import (
     unchanged,
     unhooked,
 )
+
+P = ParamSpec("P")
 
 # Rows whose known inputs torch's modules multiply at once.
 INPUT_ROWS = {"cpu": 512, "cuda": 2048}
@@ -60,29 +66,103 @@ GRADIENT_UNITS = {GRU: 6, LSTM: 4, RNN_TANH: 1, RNN_RELU: 1}
 GRAPH, GATES = 10, 3
 
 
-class Call(NamedTuple):
-    """The arguments of `decode_loss` that its memory depends on."""
+class DecodeMemory(Protocol[P]):
+    """The type of `decode_memory`: that of `decode_loss`, but for the targets and the result."""
 
-    model: Model
-    tokens: Tokens
-    objective: Objective
-    truncation: Truncation
-    plan: Plan
-    return_outputs: bool
-    observations: int = 0  # bytes of a copy of them, if there is one
+    def __call__(
+        self,
+        embedding: nn.Embedding | Tensor | None,
+        cell: nn.Module | Callable[..., Any],
+        head: nn.Linear | tuple[Tensor, Tensor | None],
+        targets: Tensor | tuple[int, int] | None,
+        *args: P.args,
+        **options: P.kwargs,
+    ) -> int: ...
 
-    @property
-    def spans(self) -> list[tuple[int, int, int]]:
-        """Steps whose graph or gradients exist together, as `Truncation.spans`."""
-        return self.truncation.spans(self.tokens.steps)
 
-    @property
-    def longest_segment(self) -> int:
-        """Steps of a callable cell whose graph exists at once, at most."""
-        spans = self.spans
-        if len(spans) > 1:
-            return max(end - begin for begin, _, end in spans)
-        return max(1, min(SEGMENT, self.tokens.steps, self.truncation.period or SEGMENT))
+def _with_parameters_of(
+    function: Callable[Concatenate[Any, Any, Any, Any, P], Any],
+) -> Callable[[Callable[[dict[str, Any]], int]], DecodeMemory[P]]:
+    """Let a function be called with the arguments of another, and take them by name."""
+    signature = inspect.signature(function)
+    parameters = dict(signature.parameters)
+    targets = "Tensor | tuple[int, int] | None"
+    parameters["targets"] = parameters["targets"].replace(annotation=targets)
+    signature = inspect.Signature([*parameters.values()], return_annotation="int")
+
+    def decorate(predict: Callable[[dict[str, Any]], int]) -> DecodeMemory[P]:
+        @functools.wraps(predict)
+        def call(*args: Any, **options: Any) -> int:
+            try:
+                bound = signature.bind(*args, **options)
+            except TypeError as error:
+                raise TypeError(f"{predict.__name__}() {error}") from None
+            bound.apply_defaults()
+            return predict(bound.arguments)
+
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+@explained
+@_with_parameters_of(decode_loss)
+def decode_memory(given: dict[str, Any]) -> int:
+    """The peak memory that `decode_loss` with these arguments and its backward pass would add.
+
+    Counts the gradients of the parameters, not the parameters. Only shapes and dtypes matter, so
+    tensors and modules may be on the meta device; the prediction is then for a CPU. A callable cell
+    is called on tensors without data, for at most 16 steps. Nothing is computed or drawn, and the
+    modules that it names keep their buffers and attributes; other side effects, such as counting
+    calls in a list of yours, do happen. A cell that asks for values of tensors is counted as a GRU
+    with the cell's weights. A growing state is assumed to grow in every step as in the second.
+
+    Args:
+        targets: as in `decode_loss`, or only their shape: (T, B), and (B, T) with `batch_first`.
+
+    All other arguments are those of `decode_loss`.
+
+    Returns:
+        The peak in bytes, an int.
+
+    Raises:
+        ValueError, TypeError: as `decode_loss`.
+
+    Example:
+        >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
+    """
+    bools(OP, batch_first=given["batch_first"], return_outputs=given["return_outputs"])
+    cell, shape, device = given["cell"], given["targets"], head_weights(OP, given["head"])[0].device
+
+    def on_device(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        return torch.zeros_like(tensor, device=device).requires_grad_(tensor.requires_grad)
+
+    given |= {
+        name: map_tensors(on_device, value)
+        for name, value in given.items()
+        if name not in ("embedding", "cell", "head")
+    }
+    if isinstance(shape, (tuple, list)):
+        given["targets"] = torch.zeros(*shape, dtype=torch.int64, device=device)
+    if given["batch_first"]:
+        given = steps_first(given)
+    if given["truncation"] == "random":  # the same memory, and nothing is drawn
+        given |= {"truncation": "fixed", "k2": None}
+    copied = 0
+    if given["embedding"] is None:
+        table, rows = rows_of(given)
+        copied = 0 if base_of(table.weight) is base_of(given["inputs"]) else table.weight.nbytes
+        given |= {"embedding": table, "inputs": rows}
+    call = call_from(given, has_data=False)
+    model = call.model
+    for name, module in (("embedding", model.table.module), ("head", model.called_head)):
+        if module is not None:
+            contract = "be computed from its weight, for the memory of a call of it is not known"
+            fail_type(OP, name, contract, formula_weights(module) or type_name(module))
+    return copied + predicted_peak(call, cell)
 
 
 @dataclass(frozen=True)
@@ -124,7 +204,6 @@ def predicted_peak(call: Call, cell: Any) -> int:
     # Outputs, and the weight's rows of the targets, before or after they are converted.
     passing += 2 * plan.rows * hidden * product.itemsize * (product.itemsize < size)
     token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
-    token_buffers += call.observations
     d_table = rows * width * (table.requires_grad and not model.tied)
     final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad
     final += d_table * weight.element_size() * half
@@ -132,7 +211,7 @@ def predicted_peak(call: Call, cell: Any) -> int:
 
     if model.rnn is None:
         assert segment is not None
-        spans, steps = call.spans, call.longest_segment
+        spans, steps = call.truncation.spans(tokens.steps), longest_segment(call)
         outputs = count * hidden * weight.element_size()
         states = outputs + segment.state * ((tokens.steps - 1) // steps)
         lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
@@ -174,7 +253,8 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
     around = width * (model.embedding_dropout > 0)
     around += rnn.units * (model.output_dropout > 0)
     masks = tokens.steps * tokens.batch * (between + around)
-    longest = max(end - begin for begin, _, end in call.spans)
+    spans = truncation.spans(tokens.steps)
+    longest = max(end - begin for begin, _, end in spans)
     steps = min(longest, call.plan.backward_steps)
     kept = call.plan.pre_activation_bytes
     units = (GRADIENT_UNITS if kept else BACKWARD_UNITS)[rnn.kind]
@@ -189,7 +269,7 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
         if rnn.layers > 2:  # and one between two others makes that of its own
             row = max(row, (units + 1) * rnn.units)
         row += rnn.units
-    elif len(call.spans) > 1 and truncation.k1 != truncation.k2:
+    elif len(spans) > 1 and truncation.k1 != truncation.k2:
         # overlapping windows: d_out with zeros
         row += rnn.units
     row += rnn.units * (model.output_dropout > 0)
@@ -216,13 +296,23 @@ def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
     return steps * tokens.batch * (inputs + products * rnn.units * size)
 
 
+def longest_segment(call: Call) -> int:
+    """Steps of a callable cell whose graph exists at once, at most."""
+    steps, period = call.tokens.steps, call.truncation.period
+    spans = call.truncation.spans(steps)
+    if len(spans) > 1:
+        return max(end - begin for begin, _, end in spans)
+    return max(1, min(SEGMENT, steps, period or SEGMENT))
+
+
 def segment_memory(call: Call, cell: Any) -> SegmentMemory:
     """The memory of a segment of this call.
 
     Nothing is computed, drawn or written, and the modules that the cell is made of get back what
     their attributes were.
     """
-    late, ahead = call, call.tokens.steps - call.longest_segment
+    longest = longest_segment(call)
+    late, ahead = call, call.tokens.steps - longest
     try:
         with (
             fake_tensors() as fake, unchanged(_modules(cell)), _own_autocast_cache(),
@@ -232,7 +322,7 @@ def segment_memory(call: Call, cell: Any) -> SegmentMemory:
             state = _grown(call, fake, ahead)
             late = call._replace(tokens=replace(call.tokens, state=state))
             # Two steps at least, of which the second adds to the gradients of the first.
-            steps = max(call.longest_segment, min(2, call.tokens.steps))
+            steps = max(longest, min(2, call.tokens.steps))
             alone = _measured(late, fake, steps)
             first = alone
             if state is not call.tokens.state:
@@ -255,7 +345,7 @@ def _kept_steps(call: Call, graph: int, growth: int) -> int:
     """Steps whose graph the path for callables keeps, by the bytes of the first one's and those
     that each adds to the state: see `CallableSteps`."""
     steps = call.tokens.steps
-    if call.plan.bounded or len(call.spans) > 1:
+    if call.plan.bounded or len(call.truncation.spans(steps)) > 1:
         return 0
     return sum(
         end - begin
@@ -272,7 +362,7 @@ def _like_gru(call: Call) -> tuple[int, int, int, int]:
     graph = batch * (GRAPH * hidden + width) * size
     known = sum(p.numel() for p in parameter_tensors(model.cell))
     weights = (known or GATES * hidden * (hidden + width)) * size
-    peak = call.longest_segment * graph + weights
+    peak = longest_segment(call) * graph + weights
     return peak, weights, batch * hidden * size, graph
 
 

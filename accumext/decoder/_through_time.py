@@ -34,7 +34,7 @@ class ThroughTime:
         self._needs_table, self._table_main = needs_table, table_main
         self._table = table = transcript.model.table
         new_zeros, tokens = self._states[0].new_zeros, transcript.tokens
-        self._d_weights = [new_zeros(w.shape) for w in self._weights]
+        self._d_weights = list(map(new_zeros, map(Tensor.size, self._weights)))
         # weight_hh of every layer, transposed; kernels of a CPU take it as it lies
         self._transposed = list(map(Tensor.t, self._weights[1::4]))
         if not scalars.on_host(self._states[0]):

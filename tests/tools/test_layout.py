@@ -126,7 +126,7 @@ def lines_of(node: ast.AST) -> int:
 def test_functions_and_classes_are_short():
     for kind, most, known in (
         # long signatures
-        (ast.FunctionDef, 60, {"decode_loss", "decode_memory", "generate", "tbptt"}),
+        (ast.FunctionDef, 60, {"decode_loss", "generate", "tbptt"}),
         (ast.ClassDef, 300, {"AccumulatingOptimizer"}),
     ):
         nodes = [n for p in SOURCES if p.parent.name in PACKAGES for n in ast.walk(TREES[p])]
