@@ -12,5 +12,5 @@ from accumext.decoder._operators import head_forward as head_forward
 from accumext.decoder._operators import head_forward_reference as head_forward_reference
 from accumext.decoder._operators import logits_of as logits_of
 from accumext.decoder._operators import softmax_stats as softmax_stats
-from accumext.decoder._rnn_steps import StepsCall as StepsCall
+from accumext.decoder._rnn_forward import StepsCall as StepsCall
 from accumext.decoder._tokens import batch_size as batch_size

@@ -12,7 +12,7 @@ from accumext.decoder._call import call_from, steps_first
 from accumext.decoder._callable_path import decode_with_callable
 from accumext.decoder._model import OP
 from accumext.decoder._observations import rows_of
-from accumext.decoder._rnn_path import decode_with_rnn
+from accumext.decoder._rnn_backward import decode_with_rnn
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.distributed import gathered_once
 from accumext.recurrence import (

@@ -326,7 +326,7 @@ def _advance_layer(
         h, c = states[2 * layer : 2 * layer + 2]
     from_x, from_h = linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh)
     if pre is not None:
-        pre.copy_(pre_activations(kind, from_x, from_h))
+        add_pre_activations(from_x, from_h, pre)
     rnn_advance(
         kind, from_x, from_h, active, h[t], None if c is None else c[t], h[t + 1],
         None if c is None else c[t + 1],
@@ -334,13 +334,16 @@ def _advance_layer(
     return h[t + 1]
 
 
-def pre_activations(kind: int, from_x: Tensor, from_h: Tensor) -> Tensor:
-    """Return the arguments of a layer's nonlinearities, [M, 4 H], from W_ih x + b_ih and W_hh h +
+def add_pre_activations(from_x: Tensor, from_h: Tensor, pre: Tensor) -> None:
+    """Write the arguments of a layer's nonlinearities, [M, 4 H], from W_ih x + b_ih and W_hh h +
     b_hh: i, f, g, o of an LSTM; r, z, n's part of x and n's part of h of a GRU."""
-    if kind == LSTM:
-        return from_x + from_h
-    rz = 2 * from_x.shape[1] // 3
-    return torch.cat([from_x[:, :rz] + from_h[:, :rz], from_x[:, rz:], from_h[:, rz:]], 1)
+    if from_x.shape == pre.shape:
+        torch.add(from_x, from_h, out=pre)
+        return
+    units = pre.shape[1] // 4
+    torch.add(from_x[:, : 2 * units], from_h[:, : 2 * units], out=pre[:, : 2 * units])
+    pre[:, 2 * units : 3 * units] = from_x[:, 2 * units :]
+    pre[:, 3 * units :] = from_h[:, 2 * units :]
 
 
 def none_active(active: Tensor) -> bool:
