@@ -6,31 +6,29 @@ tensors without data.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from accumext.decoder._call import Call, call_from, steps_first
 from accumext.decoder._callable_steps import CallableSteps, segments
 from accumext.decoder._decode_loss import decode_loss
-from accumext.decoder._model import OP, head_weights
+from accumext.decoder._model import OP, Model, head_weights
 from accumext.decoder._observations import rows_of
+from accumext.decoder._parameters import with_parameters_of
 from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, keeps_graph
 from accumext.recurrence import (
     GRU,
     LSTM,
     RNN_RELU,
     RNN_TANH,
+    KeptState,
     RnnWeights,
     State,
     formula_weights,
@@ -47,11 +45,8 @@ from accumext.tensors.torch_private import (
     leaf_of,
     next_node_number,
     nodes_since,
-    unchanged,
     unhooked,
 )
-
-P = ParamSpec("P")
 
 # Rows whose known inputs torch's modules multiply at once.
 INPUT_ROWS = {"cpu": 512, "cuda": 2048}
@@ -66,48 +61,8 @@ GRADIENT_UNITS = {GRU: 6, LSTM: 4, RNN_TANH: 1, RNN_RELU: 1}
 GRAPH, GATES = 10, 3
 
 
-class DecodeMemory(Protocol[P]):
-    """The type of `decode_memory`: that of `decode_loss`, but for the targets and the result."""
-
-    def __call__(
-        self,
-        embedding: nn.Embedding | Tensor | None,
-        cell: nn.Module | Callable[..., Any],
-        head: nn.Linear | tuple[Tensor, Tensor | None],
-        targets: Tensor | tuple[int, int] | None,
-        *args: P.args,
-        **options: P.kwargs,
-    ) -> int: ...
-
-
-def _with_parameters_of(
-    function: Callable[Concatenate[Any, Any, Any, Any, P], Any],
-) -> Callable[[Callable[[dict[str, Any]], int]], DecodeMemory[P]]:
-    """Let a function be called with the arguments of another, and take them by name."""
-    signature = inspect.signature(function)
-    parameters = dict(signature.parameters)
-    targets = "Tensor | tuple[int, int] | None"
-    parameters["targets"] = parameters["targets"].replace(annotation=targets)
-    signature = inspect.Signature([*parameters.values()], return_annotation="int")
-
-    def decorate(predict: Callable[[dict[str, Any]], int]) -> DecodeMemory[P]:
-        @functools.wraps(predict)
-        def call(*args: Any, **options: Any) -> int:
-            try:
-                bound = signature.bind(*args, **options)
-            except TypeError as error:
-                raise TypeError(f"{predict.__name__}() {error}") from None
-            bound.apply_defaults()
-            return predict(bound.arguments)
-
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        return call
-
-    return decorate
-
-
 @explained
-@_with_parameters_of(decode_loss)
+@with_parameters_of(decode_loss)
 def decode_memory(given: dict[str, Any]) -> int:
     """The peak memory that `decode_loss` with these arguments and its backward pass would add.
 
@@ -133,7 +88,7 @@ def decode_memory(given: dict[str, Any]) -> int:
         >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
     """
     bools(OP, batch_first=given["batch_first"], return_outputs=given["return_outputs"])
-    cell, shape, device = given["cell"], given["targets"], head_weights(OP, given["head"])[0].device
+    shape, device = given["targets"], head_weights(OP, given["head"])[0].device
 
     def on_device(tensor: Tensor) -> Tensor:
         if tensor.device == device:
@@ -162,40 +117,32 @@ def decode_memory(given: dict[str, Any]) -> int:
         if module is not None:
             contract = "be computed from its weight, for the memory of a call of it is not known"
             fail_type(OP, name, contract, formula_weights(module) or type_name(module))
-    return copied + predicted_peak(call, cell)
+    return copied + predicted_peak(call)
 
 
-@dataclass(frozen=True)
-class SegmentMemory:
-    """Bytes of the steps of a callable cell whose graph exists at once."""
+class CellMemory(NamedTuple):
+    """Bytes of the cell and the embedding."""
 
-    alone: int  # their graph and backward pass, with the gradients of parameters and context
-    gradients: int  # of parameters and context, that are left
-    state: int  # between two segments
-    graph: int  # of a step
-    kept: int  # steps whose graph is kept rather than made again
+    states: int  # from the pass forward until the end
+    kept: int  # of the graph, at the end of the pass forward
+    backward: int  # of the pass back, beside the states and the head's gradients
 
 
-def predicted_peak(call: Call, cell: Any) -> int:
+def predicted_peak(call: Call) -> int:
     """Bytes that a call and its backward pass have at once, gradients of the parameters included.
-    `cell` is the argument of this name.
 
     Three moments can be the highest: the end of the head's pass, with the workspace; the pass
     through the cell; and the embedding's gradient at the end. Main gradients that take the place of
     the parameters' gradients are counted as such.
     """
     model, tokens, plan = call.model, call.tokens, call.plan
-    segment = None if model.rnn is not None else segment_memory(call, cell)
-    weight, table, product = model.head_weight, model.table.weight, model.dtypes.product
+    weight, product = model.head_weight, model.dtypes.product
+    size, count = model.dtypes.accumulation.itemsize, tokens.steps * tokens.batch
     vocabulary, hidden = weight.shape
-    rows, width = table.shape
-    count = tokens.steps * tokens.batch
-    size = model.dtypes.accumulation.itemsize
-    half = weight.element_size() < size
-
     bias = model.head_bias is not None and model.head_bias.requires_grad
-    head = vocabulary * size * (hidden * weight.requires_grad + bias)
-    d_hidden = count * hidden * size
+    head = vocabulary * size * (hidden * weight.requires_grad + bias) + count * hidden * size
+    cell = _callable_path(call) if model.rnn is None else _rnn_path(call, model.rnn)
+
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
     workspace = vocabulary * plan.rows * model.dtypes.exps.itemsize
     soft = call.objective.soft  # beside the logits are a teacher's, or its probabilities
@@ -203,59 +150,29 @@ def predicted_peak(call: Call, cell: Any) -> int:
     passing = logits * vocabulary * plan.logit_rows * size + 3 * plan.rows * hidden * size
     # Outputs, and the weight's rows of the targets, before or after they are converted.
     passing += 2 * plan.rows * hidden * product.itemsize * (product.itemsize < size)
-    token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
-    d_table = rows * width * (table.requires_grad and not model.tied)
-    final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad
-    final += d_table * weight.element_size() * half
-    d_table *= size
-
-    if model.rnn is None:
-        assert segment is not None
-        spans, steps = call.truncation.spans(tokens.steps), longest_segment(call)
-        outputs = count * hidden * weight.element_size()
-        states = outputs + segment.state * ((tokens.steps - 1) // steps)
-        lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
-        looked_up = width * table.element_size() * table.requires_grad  # and the gradient is kept
-        # The pass back begins and ends with a segment; then all rows looked up are joined.
-        others = (lookups - steps * tokens.batch) * looked_up
-        # Of the graph that is kept, the last segment is one, unless it is the first step alone.
-        kept, before = segment.graph * segment.kept, segment.graph * (segment.kept > 0)
-        first = kept - segment.graph * steps if segment.kept > 1 else kept
-        first = states - outputs + segment.alone + max(0, first)
-        cell = max(first, others + segment.alone + before) - states
-        embedding = segment.gradients + d_table + 2 * lookups * looked_up - d_hidden - states
-    else:
-        states, temporaries, left = _rnn_path(call, model.rnn, size)
-        if not tokens.free_running:
-            passing += count * (8 + size)  # indices; losses
-            passing = max(passing, _input_products(call, model.rnn, size))
-        final += sum(w.nbytes for w in model.rnn.weights if w is not None) * half
-        cell = d_table + left + temporaries
-        embedding = d_table + left + final
-        kept = 0
+    if model.rnn is not None and not tokens.free_running:
+        passing += count * (8 + size)  # indices; losses
+        passing = max(passing, _input_products(call, model.rnn, size))
     returned = count * hidden * size * call.return_outputs
-    # in the forward or the backward pass
-    formed = casts + workspace + passing + states + head + d_hidden + kept
-    formed += returned * (segment is not None)  # torch's modules copy them afterwards
-    backward = head + d_hidden + states + returned + max(cell, embedding)
-    peak: int = token_buffers + max(formed, backward)
-    return peak
+    forward = casts + workspace + passing + cell.kept
+    forward += returned * (model.rnn is None)  # torch's modules copy them afterwards
+    token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
+    return token_buffers + head + cell.states + max(forward, returned + cell.backward)
 
 
-def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
-    """Bytes of the states of every step and what else the passes share, and those that the backward
-    pass of the layers has for a while and until its end."""
-    model, tokens, truncation = call.model, call.tokens, call.truncation
-    device, width = model.device.type, model.table.weight.shape[1]
+def _rnn_path(call: Call, rnn: RnnWeights) -> CellMemory:
+    """The states and what else both passes read; of the pass back the largest piece of steps, or
+    the gradients in half precision at its end."""
+    model, tokens, size = call.model, call.tokens, call.model.dtypes.accumulation.itemsize
+    width = model.table.weight.shape[1]
     state = rnn.state_parts * rnn.layers * tokens.batch * rnn.units * size
     states = state * (tokens.steps + 3)  # before and after every step; the given and the last one
     between = (rnn.layers - 1) * rnn.units * (rnn.dropout > 0)
     around = width * (model.embedding_dropout > 0)
     around += rnn.units * (model.output_dropout > 0)
     masks = tokens.steps * tokens.batch * (between + around)
-    spans = truncation.spans(tokens.steps)
-    longest = max(end - begin for begin, _, end in spans)
-    steps = min(longest, call.plan.backward_steps)
+    spans = call.truncation.spans(tokens.steps)
+    steps = min(max(end - begin for begin, _, end in spans), call.plan.backward_steps)
     kept = call.plan.pre_activation_bytes
     units = (GRADIENT_UNITS if kept else BACKWARD_UNITS)[rnn.kind]
     operands = model.dtypes.cell  # of the products
@@ -269,8 +186,7 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
         if rnn.layers > 2:  # and one between two others makes that of its own
             row = max(row, (units + 1) * rnn.units)
         row += rnn.units
-    elif len(spans) > 1 and truncation.k1 != truncation.k2:
-        # overlapping windows: d_out with zeros
+    elif len(spans) > 1:  # overlapping windows: d_out with zeros
         row += rnn.units
     row += rnn.units * (model.output_dropout > 0)
     given = [w for w in rnn.weights if w is not None]
@@ -278,10 +194,18 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
     cast = [w for w in given if w.dim() == 2 and w.dtype != operands]
     casts = sum(w.numel() for w in cast) * operands.itemsize
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
-    transposed *= device not in HANDED_OUT  # a CPU's kernels take a weight as it lies
-    temporaries = steps * tokens.batch * row * size
+    transposed *= model.device.type not in HANDED_OUT  # a CPU's kernels take a weight as it lies
     left = gradients + transposed + 2 * state  # whose gradient is that of a window and the sum
-    return states + masks + kept + casts, temporaries, left
+    trained, rounded_size = _table_size(model), model.head_weight.element_size()
+    final = model.head_weight.numel() * model.head_weight.requires_grad + trained
+    final = (final * rounded_size + sum(w.nbytes for w in given)) * (rounded_size < size)
+    backward = trained * size + left + max(steps * tokens.batch * row * size, final)
+    return CellMemory(states + masks + kept + casts, 0, backward)
+
+
+def _table_size(model: Model) -> int:
+    """Elements of the embedding's gradient, unless it is the head's, too."""
+    return model.table.weight.numel() * (model.table.weight.requires_grad and not model.tied)
 
 
 def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
@@ -296,6 +220,45 @@ def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
     return steps * tokens.batch * (inputs + products * rnn.units * size)
 
 
+class SegmentMemory(NamedTuple):
+    """Bytes of the steps of a callable cell whose graph exists at once."""
+
+    alone: int  # their graph and backward pass, with the gradients of parameters and context
+    gradients: int  # of parameters and context, that are left
+    state: int  # after them
+    graph: int  # of a step
+
+
+def _callable_path(call: Call) -> CellMemory:
+    """The states between segments; of the pass back the largest segment, or the join of all rows
+    that were looked up."""
+    model, tokens, longest = call.model, call.tokens, longest_segment(call)
+    table, size = model.table.weight, model.dtypes.accumulation.itemsize
+    first, last = segment_memory(call, longest)
+    # The call counts what the graph of its first step saves: not the embeddings that it reads.
+    read = tokens.batch * table.shape[1] * table.element_size()
+    growth = (last.state - first.state) // max(1, tokens.steps - 1)
+    steps = kept_steps(call, first.graph - read, growth)
+    # of the steps that are kept, on average
+    graph = last.graph - (last.graph - first.graph) * steps // max(1, 2 * tokens.steps)
+
+    hidden = tokens.steps * tokens.batch * model.head_weight.shape[1]
+    outputs = hidden * model.head_weight.element_size()
+    between = (first.state + last.state) // 2 * ((tokens.steps - 1) // longest)
+    spans = call.truncation.spans(tokens.steps)
+    lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
+    looked_up = table.shape[1] * table.element_size() * table.requires_grad  # and the gradient
+    # The pass back begins and ends with a segment; then all rows looked up are joined.
+    others = (lookups - longest * tokens.batch) * looked_up
+    # Of the graph that is kept, the last segment is one, unless it is the first step alone.
+    kept = graph * steps
+    begin = between + last.alone + max(0, kept - graph * longest if steps > 1 else kept)
+    end = others + last.alone + graph * (steps > 0)
+    joined = last.gradients + _table_size(model) * size + 2 * lookups * looked_up - hidden * size
+    states = outputs + between
+    return CellMemory(states, kept, max(begin, end, joined) - states)
+
+
 def longest_segment(call: Call) -> int:
     """Steps of a callable cell whose graph exists at once, at most."""
     steps, period = call.tokens.steps, call.truncation.period
@@ -305,43 +268,7 @@ def longest_segment(call: Call) -> int:
     return max(1, min(SEGMENT, steps, period or SEGMENT))
 
 
-def segment_memory(call: Call, cell: Any) -> SegmentMemory:
-    """The memory of a segment of this call.
-
-    Nothing is computed, drawn or written, and the modules that the cell is made of get back what
-    their attributes were.
-    """
-    longest = longest_segment(call)
-    late, ahead = call, call.tokens.steps - longest
-    try:
-        with (
-            fake_tensors() as fake, unchanged(_modules(cell)), _own_autocast_cache(),
-            torch.enable_grad(), warnings.catch_warnings(),
-        ):  # fmt: skip
-            warnings.simplefilter("ignore")  # the call itself will warn
-            state = _grown(call, fake, ahead)
-            late = call._replace(tokens=replace(call.tokens, state=state))
-            # Two steps at least, of which the second adds to the gradients of the first.
-            steps = max(longest, min(2, call.tokens.steps))
-            alone = _measured(late, fake, steps)
-            first = alone
-            if state is not call.tokens.state:
-                first = _measured(call, fake, 1)
-    except Exception:  # whatever a cell raises that asks for values
-        alone = first = _like_gru(call)
-    finally:
-        call.model.table.discard_gradients()
-    peak, gradients, size, graph = alone
-    steps = call.tokens.steps
-    table = call.model.table.weight
-    # The call counts what the graph of its first step saves: not the embeddings that it reads.
-    read = call.tokens.batch * table.shape[1] * table.element_size()
-    kept = _kept_steps(call, first[3] - read, (size - first[2]) // max(1, steps - 1))
-    graph -= (graph - first[3]) * kept // max(1, 2 * steps)  # of those on average
-    return SegmentMemory(peak, gradients, (first[2] + size) // 2, graph, kept)
-
-
-def _kept_steps(call: Call, graph: int, growth: int) -> int:
+def kept_steps(call: Call, graph: int, growth: int) -> int:
     """Steps whose graph the path for callables keeps, by the bytes of the first one's and those
     that each adds to the state: see `CallableSteps`."""
     steps = call.tokens.steps
@@ -354,7 +281,31 @@ def _kept_steps(call: Call, graph: int, growth: int) -> int:
     )
 
 
-def _like_gru(call: Call) -> tuple[int, int, int, int]:
+def segment_memory(call: Call, longest: int) -> tuple[SegmentMemory, SegmentMemory]:
+    """The memory of the first segment of this call, and of the last one, whose state may be larger.
+
+    Nothing is computed, drawn or written: what the cell keeps is put back.
+    """
+    cell = KeptState(OP, "cell", (call.model.cell.step,))
+    before = cell.save(graphs=True)
+    torch.clear_autocast_cache()  # of weights that autocast has rounded: none of these here
+    try:
+        with fake_tensors() as fake, torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the call itself will warn
+            state = _grown(call, fake, call.tokens.steps - longest)
+            late = call._replace(tokens=replace(call.tokens, state=state))
+            # Two steps at least, of which the second adds to the gradients of the first.
+            last = _measured(late, fake, max(longest, min(2, call.tokens.steps)))
+            return last if state is call.tokens.state else _measured(call, fake, 1), last
+    except Exception:  # whatever a cell raises that asks for values
+        return (_like_gru(call, longest),) * 2
+    finally:
+        cell.restore(before)
+        torch.clear_autocast_cache()
+        call.model.table.discard_gradients()
+
+
+def _like_gru(call: Call, longest: int) -> SegmentMemory:
     """As `_measured`, of a GRU."""
     model, batch = call.model, call.tokens.batch
     size = model.dtypes.accumulation.itemsize
@@ -362,13 +313,11 @@ def _like_gru(call: Call) -> tuple[int, int, int, int]:
     graph = batch * (GRAPH * hidden + width) * size
     known = sum(p.numel() for p in parameter_tensors(model.cell))
     weights = (known or GATES * hidden * (hidden + width)) * size
-    peak = longest_segment(call) * graph + weights
-    return peak, weights, batch * hidden * size, graph
+    return SegmentMemory(longest * graph + weights, weights, batch * hidden * size, graph)
 
 
-def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
-    """Bytes of a segment's graph and backward pass, of the gradients that are left, of a state, and
-    of a step's graph."""
+def _measured(call: Call, fake: Any, steps: int) -> SegmentMemory:
+    """The memory of a segment of so many steps from the call's state."""
     state = map_tensors(partial(_copy, requires_grad=True), call.tokens.state)
     run, root, context = _without_data(call, steps)
     d_hidden = root.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
@@ -380,9 +329,17 @@ def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
         del segment
         size = sum({id(t.untyped_storage()): t.nbytes for t in tensors(last)}.values())
         if not hidden.requires_grad:
-            return memory.peak, 0, size, 0
-        kept = [root, *tensors(state)]
-        edges, weights = _leaves(hidden, first, kept)
+            return SegmentMemory(memory.peak, 0, size, 0)
+        # Gradients leave the graph towards leaves, and nodes that were there before it.
+        edges = {
+            GradientEdge(node, index)
+            for inner in nodes_since(first, [hidden])
+            for node, index in inner.next_functions
+            if node is not None and not is_since(node, first)
+        }
+        own = {id(t) for t in (root, *tensors(state))}  # every segment has its own
+        leaves = (leaf_of(edge.node) for edge in edges)
+        weights = [leaf for leaf in leaves if leaf is not None and id(leaf) not in own]
         differentiable = [t for t in tensors(last) if t.requires_grad]
         roots = [get_gradient_edge(t) for t in (hidden, *differentiable)]
         del hidden  # the backward pass, which runs the segment again, does not stack its outputs
@@ -390,8 +347,8 @@ def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
         gradients = [d_hidden, *map(torch.empty_like, differentiable)]
         del last, differentiable
         with unhooked(weights):
-            torch.autograd.grad(roots, edges, gradients, allow_unused=True)
-    return memory.peak, sum(weight.nbytes for weight in weights), size, graph
+            torch.autograd.grad(roots, list(edges), gradients, allow_unused=True)
+    return SegmentMemory(memory.peak, sum(w.nbytes for w in weights), size, graph)
 
 
 def _without_data(call: Call, steps: int) -> tuple[CallableSteps, Tensor, list[Tensor]]:
@@ -435,49 +392,3 @@ def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
     """The tensor without its data, a leaf."""
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     return torch.empty_like(tensor).requires_grad_(requires_grad and differentiable)
-
-
-def _leaves(
-    output: Tensor, first: int, kept: list[Tensor]
-) -> tuple[list[GradientEdge], list[Tensor]]:
-    """The edges by which gradients leave the graph, towards leaves and nodes from before `first`;
-    and the leaves but for `kept`, of which every segment has its own."""
-    edges: list[GradientEdge] = []
-    leaves: list[Tensor] = []
-    outward = {
-        (node, index)
-        for inner in nodes_since(first, [output])
-        for node, index in inner.next_functions
-        if node is not None and not is_since(node, first)
-    }
-    for node, index in outward:
-        leaf = leaf_of(node)
-        edges.append(GradientEdge(node, index))
-        if leaf is not None and not any(leaf is tensor for tensor in kept):
-            leaves.append(leaf)
-    return edges, leaves
-
-
-def _modules(cell: Any) -> list[nn.Module]:
-    """The modules that a callable is, is bound to or names."""
-    if isinstance(cell, nn.Module):
-        return [cell]
-    if isinstance(cell, partial):
-        return _modules(cell.func)
-    owner = getattr(cell, "__self__", None)
-    named: list[Any] = [owner, *getattr(cell, "__dict__", {}).values()]
-    function = cell if inspect.isroutine(cell) else type(cell).__call__
-    if inspect.isfunction(function) or inspect.ismethod(function):
-        variables = inspect.getclosurevars(function)
-        named += [*variables.nonlocals.values(), *variables.globals.values()]
-    return [value for value in named if isinstance(value, nn.Module)]
-
-
-@contextmanager
-def _own_autocast_cache() -> Iterator[None]:
-    """Weights that autocast has rounded are kept for as long as it is on: none of these here."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
