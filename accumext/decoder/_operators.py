@@ -222,14 +222,14 @@ large_pages = define_operator(
 
 
 def decode_steps_reference(
-    table: Tensor, cell: list[Tensor], states: list[Tensor], kind: int, dropout_mask: Tensor | None,
-    dropout_scale: float, input_mask: Tensor | None, input_scale: float,
-    output_mask: Tensor | None, output_scale: float, inputs: Tensor, teacher: Tensor | None,
-    teacher_mask: Tensor | None, active: Tensor | None, eos: int, pad: int, uniforms: Tensor | None,
-    temperature: float, head_weight: Tensor, head_bias: Tensor | None, targets: Tensor | None,
-    tokens: Tensor, exps: Tensor | None, stats: Tensor | None, rows: Tensor | None,
-    logit_rows: int, begin: int, end: int, pre: Tensor | None = None,
+    table: Tensor, cell: list[Tensor], states: list[Tensor], kind: int,
+    dropout_masks: list[Tensor | None], dropout_scales: list[float], inputs: Tensor,
+    teacher: Tensor | None, teacher_mask: Tensor | None, active: Tensor | None, eos: int, pad: int,
+    uniforms: Tensor | None, temperature: float, head_weight: Tensor, head_bias: Tensor | None,
+    targets: Tensor | None, tokens: Tensor, exps: Tensor | None, stats: Tensor | None,
+    rows: Tensor | None, logit_rows: int, begin: int, end: int, pre: Tensor | None = None,
 ) -> int:  # fmt: skip
+    (of_inputs, between, of_outputs), scales = dropout_masks, dropout_scales
     steps, batch = inputs.shape
     everyone = torch.arange(batch, device=inputs.device)
     used = 0
@@ -241,19 +241,19 @@ def decode_steps_reference(
                 inputs[t + 1 : end + 1] = pad
             break
         x = table[inputs[t]].to(states[0].dtype)
-        if input_mask is not None:
-            x = x * input_mask[t] * input_scale
+        if of_inputs is not None:
+            x = x * of_inputs[t] * scales[0]
         now = None if active is None else active[t]
         for layer in range(len(cell) // 4):
             of_step = None if pre is None else pre[layer, t]
             x = _advance_layer(kind, cell, states, layer, t, x, now, of_step)
-            if dropout_mask is not None and layer < dropout_mask.shape[1]:
-                x = x * dropout_mask[t, layer] * dropout_scale
+            if between is not None and layer < between.shape[1]:
+                x = x * between[t, layer] * scales[1]
         if stats is None:
             continue
         assert rows is not None
-        if output_mask is not None:
-            x = x * output_mask[t] * output_scale
+        if of_outputs is not None:
+            x = x * of_outputs[t] * scales[2]
         named = everyone
         if now is not None and now.device.type == "cpu":  # elsewhere nothing waits to count
             named = everyone[now]
@@ -293,9 +293,9 @@ decode_steps = define_operator(
     "Tensor[] cell, "
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
     "int kind, "  # index into recurrence/_rnn_weights.py: KINDS
-    "Tensor? dropout_mask, float dropout_scale, "  # bool [T, L - 1, B, H]: units that are kept
-    "Tensor? input_mask, float input_scale, "  # bool [T, B, E]: of the looked-up rows
-    "Tensor? output_mask, float output_scale, "  # bool [T, B, H]: of what the head reads
+    # Elements that dropout keeps, bool, and their factors: of the looked-up rows [T, B, E], of the
+    # outputs of all layers but the last [T, L - 1, B, H], and of what the head reads [T, B, H].
+    "Tensor?[] dropout_masks, float[] dropout_scales, "
     "Tensor(b!) inputs, "  # int64 [T, B]
     "Tensor? teacher, "  # int64 [T, B]: fed where `teacher_mask`, everywhere if that is None
     "Tensor? teacher_mask, "  # bool [T, B]

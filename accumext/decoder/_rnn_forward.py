@@ -68,12 +68,12 @@ class StepsCall:
 
         The head is no field: a rounded copy of it is not kept for the backward pass.
         """
+        masks, scales = zip(self.of_inputs, self.between, self.of_outputs)
         used: int = _operators.decode_steps(
-            self.table, self.weights, self.states, self.kind, *self.between, *self.of_inputs,
-            *self.of_outputs, self.inputs, self.teacher, self.teacher_mask, self.active,
-            -1 if self.eos is None else self.eos, self.pad, self.uniforms, self.temperature,
-            head_weight, head_bias, self.targets, self.tokens, exps, stats, rows, logit_rows,
-            begin, end, self.pre,
+            self.table, self.weights, self.states, self.kind, masks, scales, self.inputs,
+            self.teacher, self.teacher_mask, self.active, -1 if self.eos is None else self.eos,
+            self.pad, self.uniforms, self.temperature, head_weight, head_bias, self.targets,
+            self.tokens, exps, stats, rows, logit_rows, begin, end, self.pre,
         )  # fmt: skip
         return used
 
