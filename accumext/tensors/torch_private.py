@@ -311,25 +311,6 @@ own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buff
 own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
-@contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put attributes of modules and of their submodules back to what they were: parameters, buffers
-    and others, and what is in their lists and dicts, but not what tensors hold."""
-    inner = {id(m): m for module in modules for m in module.modules()}.values()
-    found = [(vars(m), dict(vars(m))) for m in inner]
-    containers = [v for _, values in found for v in values.values() if type(v) in (list, dict)]
-    contents = [(container, container.copy()) for container in containers]
-    try:
-        yield
-    finally:
-        for attributes, values in found:
-            attributes.clear()
-            attributes.update(values)
-        for container, content in contents:
-            container.clear()
-            container.extend(content) if type(container) is list else container.update(content)
-
-
 def translated_from(module: Any) -> tuple[str, str] | None:
     """The way in which torch has translated a module of its own, and its class, by torch.compile or
     torch.jit: the result is of another class. None for any other object."""

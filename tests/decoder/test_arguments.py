@@ -65,6 +65,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"feedback": torch.ones(T, B)}, TypeError,
      "feedback must be a word or a bool mask [T, B], got a float32 tensor. "
      "One is drawn by feedback='scheduled', teacher_forcing=0.5"),
+    ({"batch_first": 1}, TypeError, "batch_first must be a bool, got int"),
+    ({"return_outputs": "yes"}, TypeError, "return_outputs must be a bool, got str"),
     ({"feedback": torch.ones(B, T, dtype=torch.bool)}, ValueError, "feedback must have shape [4, 3], got [3, 4]"),
     ({"start": V}, ValueError, "start must be in [0, 7), got 7"),
     ({"start": torch.tensor([0, 1])}, ValueError, "start must have shape [3], got [2]"),

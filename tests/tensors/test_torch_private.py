@@ -67,22 +67,6 @@ def test_nodes_and_leaves_since():
     assert private.leaves_since(first, [before, late]) == []
 
 
-def test_unchanged():
-    module = nn.Sequential(nn.BatchNorm1d(3))
-    module.calls, module.seen = 0, [1]
-    norm, before = module[0], module[0].running_mean
-    with private.unchanged([module]):
-        module.calls, module.new = 1, 2
-        module.seen.append(2)
-        norm.running_mean = norm.running_mean + 1
-        norm.weight = parameter()
-        del norm.bias
-    assert (module.calls, module.seen, hasattr(module, "new")) == (0, [1], False)
-    assert norm.running_mean is before
-    assert len(list(module.parameters())) == 2
-    assert norm.weight.sum() == 3
-
-
 def test_fake_tensors():
     weight, counter = parameter(), torch.zeros((), dtype=torch.int64)
     generator = torch.get_rng_state()

@@ -119,15 +119,16 @@ class HostPersistent(Driver):
     """decode_steps with a head, by persistent.cpp."""
 
     def decode_steps(
-        self, table, cell, states, kind, dropout_mask, dropout_scale, input_mask, input_scale,
-        output_mask, output_scale, inputs, teacher, teacher_mask, live, eos, pad, uniforms,
-        temperature, head_weight, head_bias, targets, tokens, exps, stats, rows, logit_rows, begin,
-        end, *, runs, shared_bytes=SHARED_BYTES, resident=True, stages=0,
+        self, table, cell, states, kind, dropout_masks, dropout_scales, inputs, teacher,
+        teacher_mask, live, eos, pad, uniforms, temperature, head_weight, head_bias, targets,
+        tokens, exps, stats, rows, logit_rows, begin, end, *, runs, shared_bytes=SHARED_BYTES,
+        resident=True, stages=0,
     ) -> int:  # fmt: skip
         """The second number of a run is how many blocks there are. Of `shared_bytes` of shared
         memory follows whether the cells' weights stay there, and how many stages the head's has:
         `resident` and `stages` are what is expected, 0 anything."""
-        assert (input_mask, output_mask) == (None, None)  # the loop's work
+        of_inputs, between, of_outputs = dropout_masks
+        assert (of_inputs, of_outputs) == (None, None)  # the loop's work
         steps, batch = inputs.shape
         layers = len(cell) // 4
         parts = len(states) // layers
@@ -141,7 +142,7 @@ class HostPersistent(Driver):
         self.call(
             "decode_steps", runs, shared_bytes, resident, stages, kind, layers, batch,
             table.shape[1], states[0].shape[2], head_weight.shape[0], steps, begin, end, eos, pad,
-            len(table), temperature, dropout_scale, table, *of_layers, dropout_mask, inputs,
+            len(table), temperature, dropout_scales[1], table, *of_layers, between, inputs,
             teacher, teacher_mask, live, uniforms, head_weight, head_bias, targets, tokens, exps,
             stats, rows,
         )  # fmt: skip
