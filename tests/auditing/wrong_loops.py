@@ -11,7 +11,7 @@ import by_definition
 import torch
 from audited import SCALE, N, network, of_rows, rows, scaler_of, sgd, train
 from by_definition import Plain
-from cases import Wrong, into
+from cases import wrong
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils import clip_grad_norm_
@@ -22,10 +22,6 @@ import accumext
 STEPS, VOCABULARY = 50, 5000  # of the greedy decoder
 MANY = 32  # micro-batches of a window in half precision
 K1 = 5  # steps between two backward passes
-
-
-WRONG: list[Wrong] = []
-wrong = into(WRONG)
 
 
 # --- what a micro-batch weighs --------------------------------------------------------------------
@@ -52,11 +48,10 @@ def divided_loss_and_gradient(watch, model, optimizer):
 def divided_for_the_wrapper(watch, model, optimizer):
     """The loss is divided by n for an optimizer that divides by itself."""
     optimizer = accumext.AccumulatingOptimizer(optimizer, window=N)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows():
             optimizer.backward(of_rows(model, x, y) / N)
             optimizer.step()
-    return audit
 
 
 @wrong("accumulation.unequal_counts", 12 / 3, asks=True)
@@ -100,7 +95,7 @@ def zero_grad_forgotten(watch, model, optimizer):
 @wrong("accumulation.counted_again", 4, also=("memory.losses_summed",))
 def running_total_with_retain_graph(watch, model, optimizer):
     """`total += loss; total.backward(retain_graph=True)`, the way out of an error message."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in audited.windows_of(rows()):
             total = 0
             for x, y in window:
@@ -108,7 +103,6 @@ def running_total_with_retain_graph(watch, model, optimizer):
                 total.backward(retain_graph=True)
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 # --- clips, loss scales and schedules -------------------------------------------------------------
@@ -255,11 +249,10 @@ def backward_at_every_token(watch):
     """Backward at every token, and the state detached: no gradient flows through time."""
     model = audited.Decoder(11)
     optimizer = sgd(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for sentence in audited.sentences(1):
             accumext.tbptt(model, *sentence, criterion=cross_entropy, k1=1)
             optimizer.step()
-    return audit
 
 
 @wrong(

@@ -8,7 +8,7 @@ import itertools
 
 import torch
 from audited import SCALE, N, network, of_rows, rows, scaler_of, sgd, train
-from cases import Wrong, into
+from cases import wrong
 from torch import Tensor, nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
@@ -21,10 +21,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 
 from accumext import AccumulatingOptimizer
-
-WRONG_PARTS: list[Wrong] = []
-wrong = into(WRONG_PARTS)
-
 
 # --- divisors and sums ----------------------------------------------------------------------------
 
@@ -78,7 +74,7 @@ def discriminator_in_the_generator(watch):
     g, d = both["g"], both["d"]
     of_g, of_d = sgd(g), sgd(d)
     noise = torch.Generator().manual_seed(4)
-    with watch(both, of_g) as audit:
+    with watch(both, of_g):
         for x, _ in rows(4):
             ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
             z = torch.randn(len(x), 8, generator=noise)
@@ -90,7 +86,6 @@ def discriminator_in_the_generator(watch):
             binary_cross_entropy_with_logits(d(g(z)), ones).backward()
             of_g.step()
             of_g.zero_grad()
-    return audit
 
 
 # --- scalers, clips and schedules -----------------------------------------------------------------
@@ -113,12 +108,11 @@ def unscaled_after_the_first_backward(watch, model, optimizer):
 def clip_beside_the_wrapper(watch, model, optimizer):
     """AccumulatingOptimizer sums by itself: `.grad` is empty, and a clip by hand has norm 0."""
     optimizer = AccumulatingOptimizer(optimizer, window=N)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows():
             optimizer.backward(of_rows(model, x, y))
             clip_grad_norm_(model.parameters(), 0.01)
             optimizer.step()
-    return audit
 
 
 @wrong("clip.empty", 1, at="clip_grad_norm_(")
