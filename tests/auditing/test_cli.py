@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,9 +30,6 @@ for step in range({steps}):
     print("after step", step)
 {end}
 """
-
-Capture = pytest.CaptureFixture[str]
-Script = Callable[..., Path]
 
 
 @pytest.fixture
