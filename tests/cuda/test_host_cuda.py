@@ -13,7 +13,7 @@ import pytest
 import torch
 from host_cuda import ASCENDING, ORDERS, RUNS, SHUFFLED
 from support import oracle, window_cases
-from support.tensors import FLOAT_DTYPES, assert_bits, shifted
+from support.tensors import FLOAT_DTYPES, assert_bits, assert_equal, shifted
 
 from accumext.ops import reference
 
@@ -134,7 +134,7 @@ def test_any_strides(kernels):
     expected = [oracle.accumulated(m, g) for m, g in zip(main_grads, grads)]
     holes = [m.untyped_storage().nbytes() // m.element_size() - m.numel() for m in main_grads]
     norm = kernels.accumulate_(main_grads, grads)
-    assert all(map(torch.equal, main_grads, expected))
+    assert_equal(main_grads, expected)
     oracle.assert_norm(norm, expected)
     for main_grad, count in zip(main_grads, holes):
         memory = torch.empty(0, dtype=main_grad.dtype).set_(main_grad.untyped_storage())
@@ -176,7 +176,7 @@ def test_one_element_that_is_not_finite(kernels, grad_dtype):
         assert found_inf.item() == 1.0
         assert not torch.stack(norms).isfinite().any()
         assert_bits(added, [torch.ones(3), grad.float()])
-        assert all(torch.equal(m.view(torch.int32), bits) for m, bits in zip(kept, before))
+        assert_equal([m.view(torch.int32) for m in kept], before)
 
 
 def test_finite_gradients_leave_found_inf_as_it_was(kernels):

@@ -103,7 +103,7 @@ def test_a_skipped_window_leaves_everything(make, stochastic):
         before = values([*masters, *model.parameters()])
         for batch, factor in zip(oracle.make_batches(2, torch.float16), (poison, 1.0)):
             oracle.one_call(opt, oracle.loss_of(model, batch) * factor)
-        same = map(torch.equal, before, [*masters, *model.parameters()])
+        same = [torch.equal(*p) for p in zip(before, [*masters, *model.parameters()], strict=True)]
         assert all(same) == (poison == INF)
         assert opt.last.skipped == (poison == INF)
         assert opt.last.nonfinite == (names if poison == INF else [])
