@@ -8,7 +8,7 @@ from torch import nn
 
 import accumext
 from accumext.master_weights import Target, _masters
-from accumext.optimizer import _backward
+from accumext.optimizer import _collecting
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
@@ -24,7 +24,7 @@ def on_a_device(monkeypatch):
     monkeypatch.setattr(_masters, "_crossing", lambda parameters, masters: [True for _ in masters])
     monkeypatch.setattr(Target, "send", counting)
     monkeypatch.setattr(_masters, "BUNDLE_BYTES", 30)  # two parameters or three
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", 1)
+    monkeypatch.setattr(_collecting, "BUNDLE_BYTES", 1)
     return sent
 
 
