@@ -34,6 +34,7 @@ from accumext.optimizer._other_passes import (
     take_others_out,
 )
 from accumext.optimizer._proxy import OptimizerProxy, takes
+from accumext.optimizer._reducer import know_parameters, reducer_of
 from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import create_scale, refuse_unscaled
 from accumext.optimizer._settings import OP, check_settings, check_weight
@@ -54,9 +55,12 @@ def _setting(name: str, doc: str) -> Any:
 
     def assign(self: Any, value: Any) -> None:
         arguments = {**self._engine.settings._asdict(), name: value}
-        for found in ("needs_closure", "names_closure"):
+        for found in ("needs_closure", "names_closure", "policy"):
             del arguments[found]
-        self._engine.configure(check_settings(self.optimizer, **arguments))
+        self._engine.settings = settings = check_settings(self.optimizer, **arguments)
+        if name == "process_group":
+            self._engine.reducer.group = None
+            self._engine.reducer.share(settings.process_group)
 
     return property(get, assign, doc=doc)
 
@@ -190,8 +194,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             reduce_in_backward=reduce_in_backward,
             synchronize=synchronize,
         )
-        self.optimizer = optimizer
-        self._engine = Engine(optimizer, settings, Target(OP, optimizer, masters), Watch())
+        self.optimizer, target = optimizer, Target(OP, optimizer, masters)
+        self._engine = Engine(optimizer, settings, target, reducer_of(target.parameters()), Watch())
 
     def backward(
         self,
@@ -579,9 +583,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         self._engine.target.check_added(f"{OP}.add_param_group", param_group)
         try:
             self.optimizer.add_param_group(param_group)
-            self._engine.know_parameters()
+            know_parameters(self._engine)
         except BaseException:  # the optimizer may hold the group
-            self._engine.know_parameters()
+            know_parameters(self._engine)
             raise
 
     def __repr__(self) -> str:

@@ -18,11 +18,12 @@ from accumext.master_weights import params_of
 from accumext.ops.any_tensors import scale_
 from accumext.optimizer._closures import refuse_without_closure
 from accumext.optimizer._collecting import Collecting, Lookup
-from accumext.optimizer._engine import ALIVE, LEAVING, Engine
+from accumext.optimizer._engine import ALIVE, LEAVING, Engine, explain
 from accumext.optimizer._grads import GONE, clear, fresh, grad_of, grads_of, is_none, present, put
 from accumext.optimizer._ledger import Ledger
+from accumext.optimizer._looking import raise_nonfinite
 from accumext.optimizer._other_passes import part_from_others, run_beside_others, scale_of_pending
-from accumext.optimizer._reducer import Sending
+from accumext.optimizer._reducer import Sending, send_in_backward
 from accumext.optimizer._scaler import current_scale, scale_for
 from accumext.optimizer._settings import OP, check_weight
 from accumext.optimizer._sums import (
@@ -34,7 +35,7 @@ from accumext.optimizer._sums import (
     is_plain,
     take_out,
 )  # fmt: skip
-from accumext.optimizer._window import OpenMicroBatch, Phase, Window, explain
+from accumext.optimizer._window import OpenMicroBatch, Phase, Window
 from accumext.optimizer._wrong_loops import warn_of_a_full_window
 from accumext.tensors.checks import fail_type, fail_value, type_name
 from accumext.tensors.kinds import HALF_DTYPES, versions
@@ -167,7 +168,9 @@ def run_backward(
         apart = inside is not None and inside.part is not None
     else:
         special = loss.dtype in HALF_DTYPES or call.weight is not window.ledger.base_weight
-        apart = engine.policy.apart or (special and _cannot_carry(engine, loss, call.weight))
+        apart = engine.settings.policy.apart or (
+            special and _cannot_carry(engine, loss, call.weight)
+        )
     backward = _apart if apart else _into_sums
     backward(engine, op, call, scale, parameters, pending)
     if watch is not None:
@@ -229,7 +232,8 @@ def _into_grad(
         if nothing:  # also where they hold NaN
             grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
             put(parameters, grads)
-        engine.policy.look(op, engine, grads, call.weight)
+        if engine.settings.policy.raises:
+            raise_nonfinite(engine, op, grads, call.weight)
         if not engine.leaves:
             LEAVING[id(engine)], engine.leaves = engine, True
         window = Window((), grads, ledger, Phase.IN_GRAD)
@@ -259,7 +263,7 @@ def _into_sums(
     before, sending, weight = engine.state, None, call.weight
     window, inside = before.window, before.micro_batch
     if engine.settings.reduce_in_backward:
-        sending = engine.reducer.send(op, engine, window, weight)
+        sending = send_in_backward(op, engine, window, weight)
         engine.update(sending=sending)
     try:
         if inside is not None and inside.weight is not None:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from accumext.ops.any_tensors import global_norm
 from accumext.optimizer._engine import Engine
 from accumext.optimizer._grads import fresh, grads_of, present, put
+from accumext.optimizer._looking import raise_nonfinite
 from accumext.optimizer._other_passes import pass_over
 from accumext.optimizer._report import WindowReport
 from accumext.optimizer._window import NO_WINDOW
@@ -172,7 +173,8 @@ class _Evaluation:
         norm = global_norm(present(grads), norm_type=settings.norm_type, found_inf=found_inf)
         self._seen.append(norm)
         if bool(found_inf) and not self.watch.has_moved():
-            engine.policy.look(self._op, engine, grads, 1.0)
+            if settings.policy.raises:
+                raise_nonfinite(engine, self._op, grads, 1.0)
             culprits = [there[i] for i in nonfinite(present(grads))]
             raise _AbortStep(value, lambda: self.conclude(culprits))
         return value
@@ -184,7 +186,7 @@ class _Evaluation:
         if self.watch.has_moved():
             self.watch.write()
         norm = self._seen[0] if self._seen else zero_flag(parameters[0].device)
-        counted = int(culprits is None or not engine.policy.leaves_out)
+        counted = int(culprits is None or not engine.settings.policy.leaves_out)
         report = WindowReport(
             skipped=float(culprits is not None),
             total_norm=to_host_if_free(norm),

@@ -14,10 +14,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from accumext.optimizer._engine import Engine
 from accumext.optimizer._grads import clear, grads_of, is_none, put
 from accumext.optimizer._reducer import Sending
 from accumext.optimizer._sums import adding, adopt, is_plain, made
-from accumext.optimizer._window import EngineLike, Window
+from accumext.optimizer._window import Window
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import HALF_DTYPES
 from accumext.tensors.scalars import Scalar
@@ -36,9 +37,7 @@ class Collecting:
     For sums that autograd cannot add to itself, and for those that are sent while it runs.
     """
 
-    def __init__(
-        self, engine: EngineLike, op: str, window: Window, sending: Sending | None
-    ) -> None:
+    def __init__(self, engine: Engine, op: str, window: Window, sending: Sending | None) -> None:
         self._engine, self._op, self._window = engine, op, window
         self._parameters, self._sending = window.parameters, sending
         self._arriving: Callable[[], list[Tensor | None]] | None = None

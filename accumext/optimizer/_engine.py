@@ -5,25 +5,28 @@ from __future__ import annotations
 import atexit
 import sys
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from threading import get_ident
 from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from accumext.master_weights import Target
 from accumext.ops.wgrad_fusion import MainGrads
-from accumext.optimizer._grads import clear, is_none, note_gone
-from accumext.optimizer._policy import policy_of
-from accumext.optimizer._reducer import Reducer, reducer_of
+from accumext.optimizer._grads import clear, is_none, note_gone, present
+from accumext.optimizer._ledger import Ledger
 from accumext.optimizer._report import Name
 from accumext.optimizer._settings import OP, Settings
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
 from accumext.tensors.checks import message, users_level
-from accumext.tensors.kinds import HALF_DTYPES, Group
+from accumext.tensors.kinds import HALF_DTYPES, Group, nonfinite
+from accumext.tensors.scalars import Scalar
 
 ALIVE: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id
 
@@ -71,18 +74,76 @@ _REFUSED: dict[Phase, tuple[set[str], tuple[str, ...]]] = {
 }
 
 
+class Reducer(ABC):
+    """Makes the window of this process that of all. What one kind alone needs does nothing here."""
+
+    group: Group | None = None  # over which sums are added
+    base_weight: Scalar | None = None  # all processes': losses are multiplied by weights over it
+    checked: tuple[Settings, Tensor] | None = None  # settings that all have, as numbers, too
+
+    @property
+    @abstractmethod
+    def shared(self) -> bool:
+        """Tell whether other processes have a part in windows."""
+
+    @abstractmethod
+    def close(self, op: str, engine: Engine, flushing: bool) -> bool:
+        """Make the open window that of all processes; False if there is nothing in it."""
+
+    def begin(self, op: str, engine: Engine) -> None:
+        """Get ready for gradients; raise for those that are not what a window is summed of."""
+
+    def agreed(self, agreed: Any) -> None:
+        """Take note of the numbers of all processes."""
+
+    def closed(self) -> None:
+        """Take note that all processes have closed a window."""
+
+    def collect(self, op: str, engine: Engine) -> None:
+        """Add to the window what is held elsewhere."""
+
+    def drop(self) -> None:
+        """Forget what is held elsewhere. May be called again after an exception."""
+
+    def refuse_while_held(self, op: str) -> None:
+        """Raise for what needs the gradients of the window while they are held elsewhere."""
+
+    def holding(
+        self, op: str, engine: Engine, model: nn.Module | None
+    ) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch of this model."""
+        return nullcontext()
+
+    def share(self, group: Group | None) -> None:
+        """Sum windows over this group from here on; None: over the one so far."""
+        if group is not None:
+            self.group = None if group.size() == 1 else group
+
+    def copy(self) -> Reducer:
+        """Return one for a copy, which has the group of its settings alone."""
+        new = copy(self)
+        new.group = new.checked = None
+        return new
+
+
 class Engine:
     """What an AccumulatingOptimizer is made of. Never replaced: trainers copy the attributes of an
     optimizer."""
 
     def __init__(
-        self, optimizer: Optimizer, settings: Settings, target: Target, watch: Any
+        self,
+        optimizer: Optimizer,
+        settings: Settings,
+        target: Target,
+        reducer: Reducer,
+        watch: Any,
     ) -> None:
         self.optimizer = optimizer  # the wrapped one
         self.target = target  # what it steps on
         self.state = State()
-        self.reducer: Reducer = reducer_of(settings.process_group, target.parameters())
-        self.settings, self.policy = settings, policy_of(settings.on_nonfinite)
+        self.settings = settings
+        self.reducer = reducer
+        reducer.share(settings.process_group)
         self.warned = set[str]()  # of what: each once
         self.watch = watch  # the Watch of the first windows, then None
         self.main_grads = MainGrads(self, target.parameters())
@@ -109,13 +170,14 @@ class Engine:
         )
         gone = dict.fromkeys(("main_grads", "watch"))
         settings = self.settings._replace(process_group=group)
-        return {**vars(self), "settings": settings, "state": state, **gone}
+        mine = {"settings": settings, "state": state, "reducer": self.reducer.copy()}
+        return {**vars(self), **mine, **gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         if self.settings.process_group is not None:  # that of the process that unpickles
             self.settings = self.settings._replace(process_group=dist.group.WORLD)
-        self.share(self.settings.process_group)
+        self.reducer.share(self.settings.process_group)
         self.main_grads = MainGrads(self, self.target.parameters())
         self.thread, self.leaves = get_ident(), False
         ALIVE[id(self)] = self
@@ -170,7 +232,15 @@ class Engine:
 
     def window_out_of_grad(self) -> Window:
         """Return the open window as it is without `.grad`."""
-        return self.policy.out_of_grad(self.state.window, self.target.parameters())
+        window, parameters = self.state.window, self.target.parameters()
+        out = window.out_of_grad(parameters)
+        if not (self.state.in_grad and self.settings.policy.leaves_out):
+            return out
+        ledger = window.ledger
+        if nonfinite(present(out.sums)):  # it is looked at here
+            left = Ledger(ledger.micro_batches, 0.0, loss_scale=ledger.loss_scale, found_inf=1.0)
+            return Window(ledger=left, unreduced=window.unreduced)
+        return out._replace(ledger=ledger._replace(counted=1.0))
 
     def forget_evidence(self) -> None:
         """Gradients change: the last report cannot look into them any more."""
@@ -178,24 +248,6 @@ class Engine:
             self.state.last.evidence = None
 
     # What it is made of
-
-    def configure(self, settings: Settings) -> None:
-        """Take other settings."""
-        self.settings, self.policy = settings, policy_of(settings.on_nonfinite)
-        if settings.process_group is not None:
-            self.share(settings.process_group)
-
-    def share(self, group: Group | None) -> None:
-        """Sum windows over this group from here on; None: over the one so far."""
-        if group is not None and group is not self.reducer.group:
-            self.reducer = reducer_of(group, self.target.parameters(), self.reducer)
-
-    def know_parameters(self) -> None:
-        """Look at the parameters again: the optimizer has been given more."""
-        self.target.know()
-        parameters = self.target.parameters()
-        self.main_grads.declare(parameters)
-        self.reducer = self.reducer.knowing(parameters)
 
     def names(self) -> dict[Tensor, Name]:
         """Names of parameters and masters, if the optimizer was given any, else indices."""
@@ -209,14 +261,13 @@ class Engine:
         return {p: name for several in lists for p, name in zip(several, names, strict=True)}
 
     @property
-    def group(self) -> Group | None:
-        """The processes to sum the window over; None for this one alone."""
-        return self.reducer.group
-
-    @property
     def keeps_at_once(self) -> bool:
         """True if the next micro-batch is all that the window will hold."""
-        return self.settings.window == 1 and not self.state.micro_batches and self.group is None
+        return (
+            self.settings.window == 1
+            and not self.state.micro_batches
+            and self.reducer.group is None
+        )
 
     @property
     def keeps_in_grad(self) -> bool:
@@ -226,7 +277,7 @@ class Engine:
     def expects_sum(self, parameter: Tensor) -> bool:
         """Tell whether the next backward pass adds to a sum of this parameter that is there."""
         settings = self.settings
-        if self.policy.apart or settings.needs_closure:
+        if self.settings.policy.apart or settings.needs_closure:
             return False
         if settings.accumulate_in_backward and parameter.dtype in HALF_DTYPES:
             return True  # it is made in float32
@@ -266,3 +317,16 @@ class Engine:
         if topic not in self.warned:
             self.warned.add(topic)
             warnings.warn(f"{OP}: {text}", stacklevel=users_level())
+
+
+_DROPPED = "the open window was dropped"
+
+
+def explain(error: BaseException, note: str) -> None:
+    """Say on an exception's way out, once, what has become of the window."""
+    if any(_DROPPED in said for said in getattr(error, "__notes__", ())):
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif isinstance(error, Exception):  # Python 3.10; Ctrl-C stays what it is
+        raise RuntimeError(note) from error

@@ -10,11 +10,11 @@ from torch import nn
 
 from accumext.distributed import no_sync
 from accumext.optimizer._backward import let_go
-from accumext.optimizer._engine import Engine
+from accumext.optimizer._engine import Engine, explain
 from accumext.optimizer._grads import clear, clear_these, fresh, is_none
 from accumext.optimizer._other_passes import forget_parts, part_from_others, scale_of_pending
 from accumext.optimizer._sums import add_micro_batch, adding, take_out
-from accumext.optimizer._window import OpenMicroBatch, explain
+from accumext.optimizer._window import OpenMicroBatch
 from accumext.tensors.checks import message
 from accumext.tensors.scalars import Scalar, divide
 
@@ -24,7 +24,7 @@ def open_micro_batch(op: str, engine: Engine, model: nn.Module | None) -> Iterat
     """Open a micro-batch. An exception drops what it brought; if that was added to the window
     already, it drops the window, and says so."""
     unsynced, group = no_sync(op, model, engine.settings.process_group)
-    engine.share(group)
+    engine.reducer.share(group)
     with engine.reducer.holding(op, engine, model):
         parameters = engine.target.parameters()
         if not engine.state.in_grad:
@@ -37,7 +37,7 @@ def open_micro_batch(op: str, engine: Engine, model: nn.Module | None) -> Iterat
             engine.update(micro_batch=opened)
             with unsynced:
                 yield
-            _close(op, engine, unreduced=model is not None and engine.group is not None)
+            _close(op, engine, unreduced=model is not None and engine.reducer.group is not None)
         except BaseException as error:
             clear(parameters)
             forget_parts(opened.key)

@@ -203,7 +203,9 @@ def _tell(
     key = None if micro_batch is None else micro_batch.key
     several = old is not None and (old.several or key is None or old.key is not key)
     scale = current_scale(OP, engine.settings.scaler)
-    made = OtherPass(parameters, grads, weight, factor, scale, engine.group, key, several, partly)
+    made = OtherPass(
+        parameters, grads, weight, factor, scale, engine.reducer.group, key, several, partly
+    )
     other.update(other_pass=made)
 
 
@@ -233,7 +235,7 @@ def take_other_pass(op: str, engine: Engine, made: OtherPass, weight: Scalar | N
     parameters = engine.target.parameters()
     grads = [known.get(id(p)) for p in parameters]
     if made.group is not None:
-        engine.share(made.group)
+        engine.reducer.share(made.group)
         engine.update(window=engine.state.window._replace(unreduced=True))
     count = made.weight if weight is None else weight
     add_micro_batch(engine, op, parameters, grads, count, made.factor, accumulated=True)

@@ -1,8 +1,7 @@
-"""Other processes that have a part in a window: none, those of a group, or those of shards."""
+"""The processes that have a part in a window: replicas of this one, or those of shards."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from accumext.distributed import Agreement, Alike, AllReduceInBuckets, ShardedWindow, agree
+from accumext.optimizer._engine import Engine, Reducer, explain
 from accumext.optimizer._grads import clear, grads_of, put
 from accumext.optimizer._ledger import Ledger
-from accumext.optimizer._settings import Settings
 from accumext.optimizer._sums import adding
-from accumext.optimizer._window import NO_WINDOW, EngineLike, Phase, Window, explain
+from accumext.optimizer._window import NO_WINDOW, Phase, Window
 from accumext.tensors import checks
 from accumext.tensors.checks import message
-from accumext.tensors.kinds import Group
 from accumext.tensors.scalars import Scalar
 
 
@@ -29,79 +27,34 @@ class Sending(NamedTuple):
     buckets: AllReduceInBuckets
     agreed: Agreement
 
-    def abandon(self) -> None:
-        """Let the sum arrive on the other processes, not finite, so that they skip the window."""
-        self.buckets.abandon()
+
+def reducer_of(parameters: Sequence[Tensor], before: Reducer | None = None) -> Reducer:
+    """Choose for these parameters; the one so far, if there is any, may go on."""
+    window = ShardedWindow.of(parameters)
+    if window is None or isinstance(before, Shards):
+        return before or Replicas()
+    return Shards(window)
 
 
-class Reducer(ABC):
-    """Makes the window of this process that of all. What most have no need of does nothing."""
-
-    shared = True  # whether other processes have a part in windows
-    group: Group | None = None  # over which gradients are summed
-    base_weight: Scalar | None = None  # of all processes: losses are multiplied by their weights
-    checked: tuple[Settings, Tensor] | None = None  # settings that all have, and their numbers
-
-    def begin(self, op: str, engine: EngineLike) -> None:
-        """Get ready for gradients; raise for those that are not what a window is summed of."""
-        return
-
-    @abstractmethod
-    def close(self, op: str, engine: EngineLike, flushing: bool) -> bool:
-        """Make the open window that of all processes; False if there is nothing in it."""
-
-    def closed(self) -> None:
-        """All processes have closed a window together."""
-        return
-
-    def send(self, op: str, engine: EngineLike, window: Window, weight: Scalar) -> Sending | None:
-        """Begin to send a window whose last backward pass is about to run, if it is the last."""
-        return None
-
-    def collect(self, op: str, engine: EngineLike) -> None:
-        """Add to the window what is held elsewhere."""
-        return
-
-    def drop(self) -> None:
-        """Forget what is held elsewhere. May be called again after an exception."""
-        return
-
-    def refuse_while_held(self, op: str) -> None:
-        """Raise for what needs the gradients of the window while they are held elsewhere."""
-        return
-
-    def holding(
-        self, op: str, engine: EngineLike, model: nn.Module | None
-    ) -> AbstractContextManager[None]:
-        """Return the context of a micro-batch of this model."""
-        return nullcontext()
-
-    @abstractmethod
-    def knowing(self, parameters: Sequence[Tensor]) -> Reducer:
-        """Return the one for parameters of which some were added."""
+def know_parameters(engine: Engine) -> None:
+    """Look at the parameters again: the optimizer has been given more."""
+    engine.target.know()
+    parameters = engine.target.parameters()
+    engine.main_grads.declare(parameters)
+    before, engine.reducer = engine.reducer, reducer_of(parameters, engine.reducer)
+    engine.reducer.group, engine.reducer.checked = before.group, None
 
 
-def reducer_of(
-    group: Group | None, parameters: Sequence[Tensor], before: Reducer | None = None
-) -> Reducer:
-    """Choose for a group to sum over, if any, and for these parameters.
+class Replicas(Reducer):
+    """Processes that hold all parameters, each; without a group, this one alone."""
 
-    Args:
-        before: the one so far, whose shards go on.
-    """
-    inner = before.inner if isinstance(before, AllReduce) else before
-    if not isinstance(inner, Shards):
-        window = ShardedWindow.of(parameters)
-        inner = Alone() if window is None else Shards(window)
-    return inner if group is None or group.size() == 1 else AllReduce(group, inner)
+    @property
+    def shared(self) -> bool:
+        return self.group is not None
 
-
-class Alone(Reducer):
-    """No other process."""
-
-    shared = False
-
-    def close(self, op: str, engine: EngineLike, flushing: bool) -> bool:
+    def close(self, op: str, engine: Engine, flushing: bool) -> bool:
+        if self.group is not None:
+            return _sum_over_group(self, op, engine, flushing)
         window = engine.state.window
         if window.unreduced:
             contract = "be known for gradients that micro_batch(model) has held back"
@@ -110,39 +63,36 @@ class Alone(Reducer):
             raise RuntimeError(message(op, "the group", contract, got, advice))
         return window.ledger.micro_batches > 0
 
-    def knowing(self, parameters: Sequence[Tensor]) -> Reducer:
-        return reducer_of(None, parameters)
-
 
 class Shards(Reducer):
-    """The processes that `fully_shard` splits parameters over, which average gradients itself."""
+    """Processes that `fully_shard` splits parameters over. It averages gradients over them itself;
+    sums over a group beside them are the window's."""
+
+    shared = True
 
     def __init__(self, window: ShardedWindow) -> None:
-        self._window = window
-        self._agreed = False  # the window's weight is the mean over all shards
+        self._window, self.base_weight = window, window.unit
+        self._averaged = False  # the window's weight is the mean over all shards
 
-    @property
-    def base_weight(self) -> Scalar:  # type: ignore[override]
-        return self._window.unit
-
-    def begin(self, op: str, engine: EngineLike) -> None:
+    def begin(self, op: str, engine: Engine) -> None:
         """Compare processes before the first micro-batch: if windows are not of one size, one would
         wait for the others to close it while those wait for it in FSDP."""
         if engine.settings.synchronize == "window" and not self._window.is_open:
             self._window.refuse_synchronised(op)
-        if engine.reducer.checked is None:
+        if self.checked is None:
             window = engine.state.window
-            agree_on(op, engine, window, window.ledger, engine.reducer.group, flushing=False)
-        self._window.idle, self._agreed = False, False
+            _agree_on(self, op, engine, window, window.ledger, flushing=False)
+        self._window.idle = self._averaged = False
 
-    def close(self, op: str, engine: EngineLike, flushing: bool) -> bool:
-        """Take the mean of the weights, as FSDP does of the gradients."""
-        window = engine.state.window
-        if self._agreed:
+    def close(self, op: str, engine: Engine, flushing: bool) -> bool:
+        if self.group is not None:
+            return _sum_over_group(self, op, engine, flushing)
+        if self._averaged:
             return True
-        if window.ledger.micro_batches == 0 and (self._window.idle or not flushing):
+        if engine.state.micro_batches == 0 and (self._window.idle or not flushing):
             return False
-        agreed = agree_on(op, engine, window, window.ledger, None, flushing)
+        window = engine.state.window
+        agreed = _agree_on(self, op, engine, window, window.ledger, flushing)
         if not agreed.any_open:
             self._window.idle = True
             return False
@@ -150,19 +100,18 @@ class Shards(Reducer):
         window = engine.state.window
         ledger = window.ledger._replace(weight=agreed.weight, found_inf=agreed.found_inf)
         engine.update(window=window._replace(ledger=ledger))
-        self.note(agreed)
+        self._averaged = True
+        self.agreed(agreed)
         return True
 
-    def note(self, agreed: Agreement) -> None:
-        """Choose the next base of weights."""
-        self._agreed = True
+    def agreed(self, agreed: Agreement) -> None:
         self._window.note_weight(agreed.weight / agreed.counted)
+        self.base_weight = self._window.unit
 
     def closed(self) -> None:
-        self._window.idle = True
-        self._agreed = False
+        self._window.idle, self._averaged = True, False
 
-    def collect(self, op: str, engine: EngineLike) -> None:
+    def collect(self, op: str, engine: Engine) -> None:
         """Have FSDP reduce what it holds. An exception meanwhile drops the window, and says so."""
         sharded, parameters = self._window, engine.target.parameters()
         sharded.refuse_to_collect(op)
@@ -184,26 +133,28 @@ class Shards(Reducer):
             raise
 
     def drop(self) -> None:
-        self._agreed = False
+        self._averaged = False
         self._window.drop()
 
     def refuse_while_held(self, op: str) -> None:
         self._window.refuse_while_held(op)
 
-    @contextmanager
-    def holding(self, op: str, engine: EngineLike, model: nn.Module | None) -> Iterator[None]:
-        """With synchronize="window", let the modules keep their gradients to themselves.
+    def holding(
+        self, op: str, engine: Engine, model: nn.Module | None
+    ) -> AbstractContextManager[None]:
+        if engine.settings.synchronize == "backward" or model is None:
+            return nullcontext()
+        return self._holding(op, engine, model)
 
-        An exception drops the window, of which FSDP holds all gradients in one sum.
-        """
-        settings = engine.settings
-        if settings.synchronize == "backward" or model is None:
-            yield
-            return
-        roots = self._window.roots_to_hold(op, model, settings.reduction)
+    @contextmanager
+    def _holding(self, op: str, engine: Engine, model: nn.Module) -> Iterator[None]:
+        """Let the modules keep their gradients to themselves. An exception drops the window, of
+        which FSDP holds all gradients in one sum."""
+        roots = self._window.roots_to_hold(op, model, engine.settings.reduction)
         before = engine.state.micro_batches
         try:
-            with self._window.holding(roots, model, last=before + 1 >= settings.window):
+            last = before + 1 >= engine.settings.window
+            with self._window.holding(roots, model, last):
                 yield
             if engine.state.micro_batches == before:
                 contract = "have an opt.backward where synchronize='window'"
@@ -214,108 +165,71 @@ class Shards(Reducer):
                 explain(error, f"{op}: the open window was dropped: FSDP holds it in one sum")
             raise
 
-    def knowing(self, parameters: Sequence[Tensor]) -> Reducer:
-        self.checked = None
-        return self
+
+# Sums over a group
 
 
-class AllReduce(Reducer):
-    """The processes of a group, over which the sums are added once per window."""
+def send_in_backward(op: str, engine: Engine, window: Window, weight: Scalar) -> Sending | None:
+    """Begin to send a window whose last backward pass is about to run, once all processes are told
+    its numbers; None if it is not the last."""
+    ledger, reducer = window.ledger, engine.reducer
+    count = ledger.micro_batches + 1
+    if reducer.group is None or count < engine.settings.window:
+        return None
+    ledger = ledger._replace(weight=ledger.weight + weight, micro_batches=count)
+    return _send(reducer, op, engine, window, ledger, flushing=False)
 
-    def __init__(self, group: Group, inner: Alone | Shards) -> None:
-        self.group, self.inner = group, inner
 
-    @property
-    def base_weight(self) -> Scalar | None:  # type: ignore[override]
-        return self.inner.base_weight
+def _send(
+    reducer: Reducer, op: str, engine: Engine, window: Window, ledger: Ledger, flushing: bool
+) -> Sending:
+    parameters, group = engine.target.parameters(), reducer.group
+    assert group is not None
+    buckets = AllReduceInBuckets(parameters, _trained(parameters, window), group)
+    return Sending(buckets, _agree_on(reducer, op, engine, window, ledger, flushing))
 
-    def begin(self, op: str, engine: EngineLike) -> None:
-        self.inner.begin(op, engine)
 
-    def send(self, op: str, engine: EngineLike, window: Window, weight: Scalar) -> Sending | None:
-        """Begin, once all processes are told the numbers of the window."""
-        ledger = window.ledger
-        count = ledger.micro_batches + 1
-        if count < engine.settings.window:
-            return None
-        ledger = ledger._replace(weight=ledger.weight + weight, micro_batches=count)
-        return self._begun(op, engine, window, ledger, flushing=False)
-
-    def _begun(
-        self, op: str, engine: EngineLike, window: Window, ledger: Ledger, flushing: bool
-    ) -> Sending:
-        parameters = engine.target.parameters()
-        buckets = AllReduceInBuckets(parameters, _trained(parameters, window), self.group)  # type: ignore[arg-type]
-        return Sending(buckets, agree_on(op, engine, window, ledger, self.group, flushing))
-
-    def close(self, op: str, engine: EngineLike, flushing: bool) -> bool:
-        """Send the rest of the window, and wait for the sum of all processes."""
-        if engine.state.window.phase is Phase.SUMMED:  # an earlier step ended in an error then
-            return True
-        sending, parameters = engine.state.sending, engine.target.parameters()
-        window = engine.state.window
-        if sending is None:
-            window = engine.window_out_of_grad()
-            window = window._replace(ledger=engine.policy.counting(window.ledger))
-            sending = self._begun(op, engine, window, window.ledger, flushing)
-            if not sending.agreed.any_open:
-                return False
-            if isinstance(self.inner, Shards):
-                self.inner.note(sending.agreed)
-                self.inner.collect(op, engine)
-                window = engine.state.window
-        sums = list(window.of(parameters).sums)
-        window = window._replace(parameters=(), sums=())  # a bucket frees what it has copied
-        if engine.state.in_grad:
-            clear(parameters)
-        engine.update(window=NO_WINDOW, sending=None)
-        try:
-            sending.buckets.finish(sums, window.ledger.quotient("sum").value())
-            sums = engine.target.send(sums)()
-            engine.update(window=_summed(window, parameters, sums, sending.agreed))
-        except BaseException as error:
-            explain(error, f"{op}: {_WAS_SUMMED}")
-            raise
+def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -> bool:
+    """Send the rest of the window, and wait for the sum of all processes."""
+    state, parameters = engine.state, engine.target.parameters()
+    window, sending, in_grad = state.window, state.sending, state.in_grad
+    del state  # of whose sums a bucket frees what it has copied
+    if window.phase is Phase.SUMMED:  # an earlier step ended in an error then
         return True
-
-    def closed(self) -> None:
-        self.inner.closed()
-
-    def collect(self, op: str, engine: EngineLike) -> None:
-        self.inner.collect(op, engine)
-
-    def drop(self) -> None:
-        self.inner.drop()
-
-    def refuse_while_held(self, op: str) -> None:
-        self.inner.refuse_while_held(op)
-
-    def holding(
-        self, op: str, engine: EngineLike, model: nn.Module | None
-    ) -> AbstractContextManager[None]:
-        return self.inner.holding(op, engine, model)
-
-    def knowing(self, parameters: Sequence[Tensor]) -> Reducer:
-        return reducer_of(self.group, parameters, self.inner)
-
-
-_WAS_SUMMED = "the open window was dropped: it was being summed over all processes"
-
-
-def _summed(
-    window: Window, parameters: Sequence[Tensor], sums: Sequence[Tensor | None], agreed: Agreement
-) -> Window:
-    ledger = window.ledger._replace(
-        weight=agreed.weight,
-        base_weight=1.0,
-        base_scale=1.0,
-        found_inf=agreed.found_inf,
-        counted=None if window.ledger.counted is None else agreed.counted,
-        of_all=agreed.counted,
-    )
-    return window._replace(
-        parameters=parameters, sums=sums, norm=None, ledger=ledger, phase=Phase.SUMMED
-    )
+    if sending is None:
+        window = engine.window_out_of_grad()
+        if engine.settings.policy.leaves_out and window.ledger.counted is None:
+            count = float(window.ledger.micro_batches)
+            window = window._replace(ledger=window.ledger._replace(counted=count))
+        sending = _send(reducer, op, engine, window, window.ledger, flushing)
+        if not sending.agreed.any_open:
+            return False
+        if reducer.base_weight is not None:
+            reducer.agreed(sending.agreed)
+            reducer.collect(op, engine)
+            window = engine.state.window
+    agreed, sums = sending.agreed, list(window.of(parameters).sums)
+    ledger, window = window.ledger, window._replace(parameters=(), sums=())
+    if in_grad:
+        clear(parameters)
+    engine.update(window=NO_WINDOW, sending=None)
+    try:
+        sending.buckets.finish(sums, ledger.quotient("sum").value())
+        ledger = ledger._replace(
+            weight=agreed.weight,
+            base_weight=1.0,
+            base_scale=1.0,
+            found_inf=agreed.found_inf,
+            counted=None if ledger.counted is None else agreed.counted,
+            of_all=agreed.counted,
+        )
+        sums = engine.target.send(sums)()
+        window = Window(parameters, sums, ledger, Phase.SUMMED, left_out=window.left_out)
+        engine.update(window=window)
+    except BaseException as error:
+        explain(error, f"{op}: the open window was dropped: it was being summed over all processes")
+        raise
+    return True
 
 
 # What processes have to have alike
@@ -363,7 +277,7 @@ _ALIKE = (
 )
 
 
-def _terms(engine: EngineLike) -> Tensor:
+def _terms(engine: Engine) -> Tensor:
     """Return, as numbers, all that processes have to have alike beside a window."""
     settings, parameters = engine.settings, engine.target.parameters()
     kinds = [(list(p.shape), p.dtype) for p in parameters]
@@ -380,13 +294,8 @@ def _terms(engine: EngineLike) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")
 
 
-def agree_on(
-    op: str,
-    engine: EngineLike,
-    window: Window,
-    ledger: Ledger,
-    group: Group | None,
-    flushing: bool,
+def _agree_on(
+    reducer: Reducer, op: str, engine: Engine, window: Window, ledger: Ledger, flushing: bool
 ) -> Agreement:
     """Sum the numbers of a window over the processes, and raise if these do not close the same one,
     or were not told the same.
@@ -394,7 +303,7 @@ def agree_on(
     If only a device knows the sums, a flush alone waits for it, and the first window after settings
     were made or assigned.
     """
-    parameters, settings, reducer = engine.target.parameters(), engine.settings, engine.reducer
+    parameters, settings = engine.target.parameters(), engine.settings
     known, terms = reducer.checked or (None, None)
     if known != settings or terms is None:
         terms = _terms(engine)
@@ -403,7 +312,7 @@ def agree_on(
     agreed = agree(
         op,
         parameters,
-        group,
+        reducer.group,
         (ledger.weight, counted, ledger.found_inf),
         _ALIKE,
         # A full window tells its size.

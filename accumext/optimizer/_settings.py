@@ -21,6 +21,21 @@ from accumext.tensors.scalars import Scalar, on_device
 OP = "AccumulatingOptimizer"
 
 
+class Policy(NamedTuple):
+    """What an inf or NaN does."""
+
+    apart: bool = False  # micro-batches are looked at before they are added, in a second set
+    leaves_out: bool = False  # those that are not finite count nowhere
+    raises: bool = False
+
+
+_POLICIES: dict[str, Policy] = {
+    "skip_window": Policy(),
+    "skip_micro_batch": Policy(apart=True, leaves_out=True),
+    "raise": Policy(apart=True, raises=True),
+}
+
+
 class Settings(NamedTuple):
     """The arguments of one optimizer; assigning one of them makes another of these."""
 
@@ -36,6 +51,7 @@ class Settings(NamedTuple):
     synchronize: checks.Synchronize
     needs_closure: bool  # whether the wrapped `step` cannot be called without one
     names_closure: bool  # whether it takes one by name alone
+    policy: Policy  # of `on_nonfinite`
 
 
 # Arguments of which the type alone is asked.
@@ -80,6 +96,7 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
         **given,
         needs_closure=needs_closure,
         names_closure=closure is not None and closure.kind is closure.KEYWORD_ONLY,
+        policy=_POLICIES[given["on_nonfinite"]],
     )
     refuse_prepared(OP, optimizer)
     _refuse_conflicts(settings, optimizer)
@@ -97,7 +114,7 @@ def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
     looks = f"on_nonfinite={policy!r}, which looks at whole micro-batches first"
     closure = f"{type(optimizer).__name__}, which needs a closure"
     for applies, needed, reason, advice in (
-        (policy != "skip_window", _LOOKS_FIRST, looks, None),
+        (settings.policy.apart, _LOOKS_FIRST, looks, None),
         (settings.synchronize == "window", _ONCE_PER_WINDOW, "synchronize='window'", None),
         (settings.needs_closure, _NEEDS_CLOSURE, closure, None),
         (has_own_gradients(optimizer), _WITHOUT_WINDOW, *PER_SAMPLE),

@@ -25,6 +25,7 @@ from accumext.optimizer._closures import (
 from accumext.optimizer._engine import ALIVE, LEAVING, Engine
 from accumext.optimizer._grads import GONE, fresh, grad_of, grads_of, is_none
 from accumext.optimizer._ledger import Ledger
+from accumext.optimizer._looking import raise_nonfinite
 from accumext.optimizer._other_passes import (
     note_scale,
     own_is_pending,
@@ -156,11 +157,12 @@ def take_pending(
     if not engine.keeps_in_grad:
         add_micro_batch(engine, op, parameters, pending, 1.0, scale, found_inf=found_inf)
         return
-    engine.policy.look(op, engine, pending, 1.0)
+    if settings.policy.raises:
+        raise_nonfinite(engine, op, pending, 1.0)
     for parameter, grad in zip(parameters, pending, strict=True):  # but for what is used up
         if grad is None:
             parameter.grad = None
-    if engine.policy.leaves_out:  # it is looked at where the window is closed
+    if settings.policy.leaves_out:  # it is looked at where the window is closed
         found_inf = 0.0
     ledger, _ = Ledger().with_micro_batch(1.0, scale, found_inf=found_inf)
     engine.update(window=NO_WINDOW._replace(ledger=ledger, phase=Phase.IN_GRAD))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -15,9 +15,11 @@ from accumext.ops.any_tensors import (
     group_by_device,
     scale_,
 )
+from accumext.optimizer._engine import Engine
 from accumext.optimizer._grads import grads_of, is_none, present
+from accumext.optimizer._looking import adding_if_finite, raise_nonfinite
 from accumext.optimizer._settings import OP
-from accumext.optimizer._window import EngineLike, Window
+from accumext.optimizer._window import Window
 from accumext.tensors import scalars
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import (
@@ -208,7 +210,7 @@ def made(window: Window, index: int) -> tuple[Window, Tensor]:
 # A micro-batch
 
 
-def take_out(engine: EngineLike, parameters: Sequence[Tensor]) -> None:
+def take_out(engine: Engine, parameters: Sequence[Tensor]) -> None:
     """Take the window out of `.grad`, where another micro-batch is to come."""
     state = engine.state
     window = state.window
@@ -216,29 +218,18 @@ def take_out(engine: EngineLike, parameters: Sequence[Tensor]) -> None:
         if (aligned := window.of(parameters)) is not window:
             engine.update(window=aligned)
         return
+    grads, ledger = grads_of(parameters), window.ledger
     with torch.no_grad():
-        out = engine.policy.taken_out(window, parameters, grads_of(parameters))
+        if engine.settings.policy.leaves_out:
+            start = Window(unreduced=window.unreduced).of(parameters)
+            out = adding_if_finite(start, grads, ledger.weight, ledger.base_scale)([])
+        else:
+            out = adding(window.opened(parameters), grads, 1.0).run([])
     engine.commit(state._replace(window=out), parameters)
 
 
-def counted(
-    window: Window,
-    grads: Sequence[Tensor | None],
-    weight: Scalar,
-    scale: Scalar,
-    *,
-    base: Scalar | None = None,
-    found_inf: Scalar = 0.0,
-    carried: bool = False,
-) -> Callable[[list[Tensor]], Window]:
-    """Return what adds a micro-batch, with the weight that it counts."""
-    window, ratio = count_in(window, weight, scale, base, found_inf)
-    factor = (1.0 if carried else ratio) * divide(window.ledger.base_scale, scale)
-    return adding(window, grads, factor).run
-
-
 def add_micro_batch(
-    engine: EngineLike,
+    engine: Engine,
     op: str,
     parameters: Sequence[Tensor],
     grads: list[Tensor | None],  # of the micro-batch
@@ -253,21 +244,23 @@ def add_micro_batch(
 
     Used-up gradients go, too: the window may have taken the same tensor from another parameter.
     """
-    engine.policy.look(op, engine, grads, weight, carried)
+    if engine.settings.policy.raises:
+        raise_nonfinite(engine, op, grads, weight, carried)
     take_out(engine, parameters)
+    before, norms = engine.state, list[Tensor]()  # a norm says that the kernel has run
     with record_function("accumext::accumulate"):
-        run = engine.policy.adding(
-            engine.state.window, engine.target.send(grads)(), weight, scale,
-            base=engine.reducer.base_weight if carried else None,
-            found_inf=found_inf, carried=carried,
-        )  # fmt: skip
-        before, norms = engine.state, list[Tensor]()  # a norm says that the kernel has run
+        here = engine.target.send(grads)()
+        if engine.settings.policy.leaves_out:
+            run = adding_if_finite(before.window, here, weight, scale)
+        else:
+            base = engine.reducer.base_weight if carried else None
+            window, ratio = count_in(before.window, weight, scale, base, found_inf)
+            factor = (1.0 if carried else ratio) * divide(window.ledger.base_scale, scale)
+            run = adding(window, here, factor).run
 
         def rest() -> None:
-            after = before._replace(
-                window=run(norms), micro_batch=None, other_pass=None,
-                accumulated=accumulated or before.accumulated,
-            )  # fmt: skip
+            state = before._replace(window=run(norms), micro_batch=None, other_pass=None)
+            after = state._replace(accumulated=accumulated or before.accumulated)
             engine.commit(after, parameters)
 
         try:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum, auto
 from operator import is_
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from accumext.master_weights import Target
 from accumext.optimizer._grads import Used, grads_of
 from accumext.optimizer._ledger import Ledger
-from accumext.optimizer._report import Name, WindowReport
-from accumext.optimizer._settings import Settings
+from accumext.optimizer._report import WindowReport
 from accumext.tensors.kinds import Group, any_half, main_dtype
 from accumext.tensors.scalars import Scalar
 
@@ -134,41 +132,3 @@ class State(NamedTuple):
         if self.micro_batches == 0 and self.window.phase is Phase.OPEN:
             return [*found, Phase.EMPTY]
         return [*found, self.window.phase]
-
-
-class EngineLike(Protocol):
-    """The engine of an optimizer (`_engine.py`), as the parts that it is made of see it."""
-
-    settings: Settings
-    target: Target
-    state: State
-    reducer: Any
-    policy: Any
-
-    def update(self, **changes: Any) -> None:
-        """Replace parts of the state."""
-
-    def commit(self, state: State, emptied: Sequence[Tensor] = ()) -> None:
-        """Replace the state and empty `.grad` of these parameters."""
-
-    def drop(self) -> None:
-        """Start another window."""
-
-    def names(self) -> dict[Tensor, Name]:
-        """Return the names of parameters."""
-
-    def window_out_of_grad(self) -> Window:
-        """Return the open window as it is without `.grad`."""
-
-
-_DROPPED = "the open window was dropped"
-
-
-def explain(error: BaseException, note: str) -> None:
-    """Say on an exception's way out, once, what has become of the window."""
-    if any(_DROPPED in said for said in getattr(error, "__notes__", ())):
-        return
-    if hasattr(error, "add_note"):
-        error.add_note(note)
-    elif isinstance(error, Exception):  # Python 3.10; Ctrl-C stays what it is
-        raise RuntimeError(note) from error

@@ -15,9 +15,10 @@ from accumext.optimizer._engine import Engine
 from accumext.optimizer._gradient import Formed, InPlace, Measured, Sums, form, measure, to_host
 from accumext.optimizer._grads import grad_of, grads_of, present, put
 from accumext.optimizer._ledger import Ledger, Quotient, step_factors
-from accumext.optimizer._report import Name, WindowReport
+from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
 from accumext.optimizer._window import NO_WINDOW, State, Window
+from accumext.tensors.checks import message
 from accumext.tensors.kinds import any_dtensor, nonfinite, versions
 from accumext.tensors.scalars import Scalar, as_tensor, on_device
 from accumext.tensors.torch_private import (
@@ -81,14 +82,10 @@ class Plan(NamedTuple):
     sums: Sums
     measured: Measured
     formed: Formed
-    skip: Scalar  # 1.0 where no step may be taken
+    skip: Tensor | None  # not 0 where a device knows that no step may be taken
+    skips: bool  # the host knows that there is no step
     found_inf: Scalar  # for the scaler
     fused: bool  # the optimizer divides, and may be told by a device not to step
-
-    @property
-    def skips(self) -> bool:
-        """True if the host knows that there is no step."""
-        return not on_device(self.skip) and bool(self.skip)
 
 
 def _plan(
@@ -114,12 +111,14 @@ def _plan(
             skip, found_inf = _or_nonfinite(norm, skip), _or_nonfinite(norm, found_inf)
         if formed.rounded and not fused:
             skip = to_host(skip)
-    plan = Plan(window, sums, measured, formed, skip, found_inf, fused)
-    if plan.skips:
-        engine.policy.refuse_sum(
-            op, lambda: _names_of(engine, parameters, sums, nonfinite(present(formed.grads)))
-        )
-    return plan
+    unknown = skip if on_device(skip) else None
+    skips = unknown is None and bool(skip)
+    if skips and settings.policy.raises:
+        names = named(_names_of(engine, parameters, sums, nonfinite(present(formed.grads))))
+        got = f"inf or NaN in {names}" if names else "a norm that is not"
+        advice = "Call opt.discard() to drop the window"
+        raise RuntimeError(message(op, "the window's sum", "be finite", got, advice))
+    return Plan(window, sums, measured, formed, unknown, skips, found_inf, fused)
 
 
 def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
@@ -160,12 +159,12 @@ class _Around:
             self._lent = formed.grads
             put(stepped_on, self._lent)
         if not engine.target.is_parameters:
-            self._watch.rounding = engine.target.rounding(skip)
+            self._watch.rounding = engine.target.rounding(0.0 if skip is None else skip)
         if plan.fused:
             scale = None
             if on_device(formed.divisor) or formed.divisor != 1.0:
                 scale = as_tensor(formed.divisor, torch.float32, plan.sums.device)
-            found = skip.float() if on_device(skip) else None
+            found = None if skip is None else skip.float()
             vars(optimizer).update(grad_scale=scale, found_inf=found)
         self._watch.begin(optimizer)
         return True
@@ -228,10 +227,10 @@ class _Around:
 
 def _report(engine: Engine, parameters: Sequence[Tensor], plan: Plan) -> WindowReport:
     """Report a closed window."""
-    ledger, factors, skip = plan.window.ledger, plan.measured.factors, plan.skip
+    ledger, factors = plan.window.ledger, plan.measured.factors
     counted = ledger.micro_batches if ledger.counted is None else ledger.counted
     report = WindowReport(
-        skip,
+        float(plan.skips) if plan.skip is None else plan.skip,
         factors.norm,
         factors.clip_coef,
         ledger.loss_scale,
@@ -239,12 +238,12 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: Plan) -> WindowR
         counted if ledger.of_all is None else ledger.of_all,
         plan.measured.dtype,
         plan.sums.device,
-        empty_if_skipped=plan.sums.in_grad and engine.policy.leaves_out,
+        empty_if_skipped=plan.sums.in_grad and engine.settings.policy.leaves_out,
     )
-    if on_device(skip):  # which parameters had an inf or NaN is found when somebody asks
+    if plan.skip is not None:  # which parameters had an inf or NaN is found when somebody asks
         report.evidence = plan.sums.tensors, lambda i: _names_of(engine, parameters, plan.sums, i)
-    elif skip or plan.window.left_out:
-        bad = nonfinite(present(plan.formed.grads)) if skip else []
+    elif plan.skips or plan.window.left_out:
+        bad = nonfinite(present(plan.formed.grads)) if plan.skips else []
         found = set(_names_of(engine, parameters, plan.sums, bad))
         names = engine.names()
         found |= {names[parameter] for parameter in plan.window.left_out}
