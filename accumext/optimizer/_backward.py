@@ -77,7 +77,7 @@ class BackwardPass(NamedTuple):
         for i, tensor in enumerate(self.inputs or ()):
             if not isinstance(tensor, (Tensor, GradientEdge)):
                 fail_type(op, f"inputs[{i}]", "be a tensor", type_name(tensor))
-            if isinstance(tensor, Tensor) and not tensor.requires_grad:
+            if not getattr(tensor, "requires_grad", True):
                 got = "one with requires_grad=False"
                 fail_value(op, f"inputs[{i}]", "be a tensor that requires a gradient", got)
 
@@ -85,7 +85,7 @@ class BackwardPass(NamedTuple):
         """Differentiate the loss times a factor, which needs no product in its graph. Operators may
         add to the sums that `lookup` tells them of."""
         loss, seed = self.loss, None
-        if on_device(factor):
+        if isinstance(factor, Tensor):
             seed = torch.ones_like(loss) * factor.to(loss.device, loss.dtype)
         elif factor != 1.0:
             seed = torch.full_like(loss, factor)

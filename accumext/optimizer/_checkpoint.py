@@ -11,7 +11,7 @@ from torch import Tensor
 
 from accumext.optimizer._ledger import Ledger
 from accumext.optimizer._window import NO_WINDOW, Window
-from accumext.tensors.checks import fail_type, fail_value, type_name
+from accumext.tensors.checks import fail_type, fail_value, instance, type_name
 from accumext.tensors.kinds import main_dtype
 from accumext.tensors.scalars import as_tensor, on_device, to_host_if_free
 
@@ -80,8 +80,7 @@ def _unpacked_sums(op: str, sums: Any, parameters: Sequence[Tensor]) -> list[Ten
         if not isinstance(index, int) or not 0 <= index < len(parameters):
             fail_value(op, name, f"be one of the {len(parameters)} parameters", f"index {index!r}")
         parameter = parameters[index]
-        if not isinstance(main, Tensor):
-            fail_type(op, name, "be a tensor", type_name(main))
+        instance(op, name, main, Tensor, "be a tensor")
         if main.dtype not in (parameter.dtype, main_dtype(parameter)):
             fail_type(op, name, f"be a {main_dtype(parameter)} tensor", type_name(main))
         if main.shape != parameter.shape:
@@ -95,7 +94,7 @@ def _unpacked(op: str, name: str, value: Any, device: torch.device) -> Any:
     entry, contract = f"state_dict[{name!r}]", "be a number, a 0-dim tensor or None"
     if value is None and name not in _NEVER_NONE:
         return None
-    if isinstance(value, Tensor):
+    if on_device(value):
         if value.dim() != 0:
             fail_value(op, entry, contract, f"shape {list(value.shape)}")
     elif value is None:
@@ -110,7 +109,7 @@ def _unpacked(op: str, name: str, value: Any, device: torch.device) -> Any:
         if number < 0.0 or (number == 0.0 and name == "unit_weight"):
             bound = "be positive" if name == "unit_weight" else "be at least 0"
             fail_value(op, entry, bound, number)
-    if not isinstance(value, Tensor):
+    if not on_device(value):
         return float(value)
     value = value.detach().to(device, copy=True)
     return value if name in ("norm", "found_inf") else to_host_if_free(value)

@@ -220,7 +220,7 @@ class Engine:
         )
         self.commit(after, self.target.parameters() if state.in_grad else (), drops=True)
         if state.sending is not None:
-            state.sending.abandon()
+            state.sending.buckets.abandon()
 
     def refuse(self, op: str, method: str | None = None) -> None:
         """Raise for a method that cannot be called in the phase of the window."""
@@ -263,11 +263,8 @@ class Engine:
     @property
     def keeps_at_once(self) -> bool:
         """True if the next micro-batch is all that the window will hold."""
-        return (
-            self.settings.window == 1
-            and not self.state.micro_batches
-            and self.reducer.group is None
-        )
+        one = self.settings.window == 1 and self.reducer.group is None
+        return one and not self.state.window.ledger.micro_batches
 
     @property
     def keeps_in_grad(self) -> bool:

@@ -26,7 +26,7 @@ from accumext.tensors.kinds import (
     local_tensors,
     zero_flag,
 )
-from accumext.tensors.scalars import Scalar, divide, equals, on_device, to_device
+from accumext.tensors.scalars import Scalar, divide, on_device, to_device
 
 _WIDE = {torch.float64, torch.complex128}
 
@@ -42,7 +42,7 @@ class InPlace:
     def multiply(self, tensors: Sequence[Tensor], factor: Scalar, one_call: bool) -> None:
         """Multiply; the kernel and word of it are one, as signals see it."""
         self._tensors, self._factor = tensors, factor
-        if one_call and not on_device(factor):
+        if one_call and not isinstance(factor, Tensor):
             torch.autograd.graph.increment_version(tensors)
             self.done.extend(map(partial(ops.SCALE, tensors), (factor,)))
         else:
@@ -162,10 +162,10 @@ def measure(
             normalised=normalised,
             checks_norm=checks_norm,  # one that overflowed makes all zero
         )
-        if not fused:
+        if factors.inverse is not None and not fused:
             factors = factors._replace(skip=to_host(factors.skip))
         found, skip = factors.norm, factors.skip
-        if on_device(found) and (on_device(skip) or not skip):
+        if factors.inverse is not None and (on_device(skip) or not skip):
             return Measured(factors, dtype)
         if math.isfinite(found) or not retries or (overflow is not None and overflow):
             return Measured(factors, dtype)
@@ -236,7 +236,7 @@ def form(
     """Multiply the sums: in place, in new memory if they are cast or may not be written, or by
     leaving it to the optimizer."""
     factor, casts = measured.factors.factor, sums.casts(stepped_on)
-    one = equals(factor, 1.0)
+    one = measured.factors.inverse is None and factor == 1.0
     if in_place.done or (one and not casts):
         return Formed(sums.grads)
     # A fused kernel divides by a float32 and writes the quotients back.

@@ -14,11 +14,11 @@ from accumext.tensors import scalars
 from accumext.tensors.checks import Reduction
 from accumext.tensors.scalars import Scalar, as_tensor, equals, maximum, on_device, sent
 
-_NOTHING: Scalar = 0.0
+_NOT_FOUND: Scalar = 0.0  # nobody has looked
 
 
 class Ledger(NamedTuple):
-    """The numbers of a window: floats if the host knows them, else 0-dim float64 tensors.
+    """The numbers of a window: floats if the host knows them all, else some are 0-dim tensors.
 
     `sums[i] = base_scale / base_weight * sum(weight_k * grad_k[i])` over its micro-batches k.
 
@@ -41,48 +41,44 @@ class Ledger(NamedTuple):
     base_weight: Scalar | None = None
     base_scale: Scalar = 1.0
     loss_scale: Scalar = 1.0
-    found_inf: Scalar = 0.0
+    found_inf: Scalar = _NOT_FOUND
 
     def with_micro_batch(
         self,
         weight: Scalar,
         scale: Scalar,
         base: Scalar | None = None,
-        found_inf: Scalar = _NOTHING,
+        found_inf: Scalar | None = None,
     ) -> tuple[Ledger, Scalar]:
         """Count a micro-batch whose loss had this scale. The first sets both bases.
 
         Args:
             base: the base of the weights, if it is known without looking at any.
-            found_inf: what somebody else found in the gradients.
+            found_inf: what somebody else found in the gradients, if anybody has looked.
 
         Returns:
             Also `weight / base_weight`: by this and `base_scale` its gradients are multiplied.
         """
-        base_scale = scale if self.base_weight is None else self.base_scale
+        first = self.base_weight is None
         ratio: Scalar = 1.0
-        if base is not None:
-            base = base if self.base_weight is None else self.base_weight
-            ratio = weight if equals(base, 1.0) else weight / base
-        elif self.base_weight is not None:
-            base = self.base_weight
-            ratio = 1.0 if weight is base else weight / base
-        elif on_device(weight):  # the base divides: it is no zero of the device
-            base = torch.where(weight > 0, weight, 1.0)
-            ratio = (weight > 0).double()
+        if not first or base is not None:
+            base = base if first else self.base_weight
+            ratio = 1.0 if weight is base else weight / base  # type: ignore[operator]
+        elif isinstance(weight, Tensor):  # the base divides: it is no zero of the device
+            base, ratio = torch.where(weight > 0, weight, 1.0), (weight > 0).double()
         elif weight == 0.0:
             ratio = 0.0
         else:
             base = weight
         after = self._replace(
             micro_batches=self.micro_batches + 1,
+            of_all=None,
             weight=self.weight + weight,
             base_weight=base,
-            base_scale=base_scale,
+            base_scale=scale if first else self.base_scale,
             loss_scale=scale,
-            of_all=None,
         )
-        if found_inf is not _NOTHING:
+        if found_inf is not None:
             after = after._replace(found_inf=maximum(self.found_inf, found_inf))
         return after, ratio
 
@@ -94,16 +90,10 @@ class Ledger(NamedTuple):
             Also the factor by which the sums are to be multiplied.
         """
         base = self.base_weight
-        if base is None or weight is base:
+        if base is None:
             return self, 1.0
-        if on_device(base) or on_device(weight):
-            first, second = (weight, base) if on_device(weight) else (base, weight)
-            larger = maximum(first, second)
-        elif weight <= base:
-            return self, 1.0
-        else:
-            larger = weight
-        return self._replace(base_weight=larger), base / larger
+        larger = maximum(weight, base)
+        return (self, 1.0) if larger is base else (self._replace(base_weight=larger), base / larger)
 
     def quotient(self, reduction: Reduction) -> Quotient:
         """What makes the window's gradient of its sums; finite also for weight 0."""
@@ -111,12 +101,15 @@ class Ledger(NamedTuple):
         base = 1.0 if base is None else base
         if reduction == "sum":
             weight = 1.0
-        elif on_device(weight):
-            return Quotient(base, weight, scale)
+        elif isinstance(weight, Tensor):
+            return Quotient(base, weight, _UNSCALED if equals(scale, 1.0) else scale)
         quotient = base / (weight or base)
-        if on_device(quotient) or on_device(scale) or scale == 0.0:
+        if isinstance(scale, Tensor) or scale == 0.0:
             return Quotient(quotient, None, scale)
         return Quotient(quotient / scale)
+
+
+_UNSCALED: Scalar = 1.0
 
 
 class Quotient(NamedTuple):
@@ -124,7 +117,7 @@ class Quotient(NamedTuple):
 
     base_weight: Scalar = 1.0
     weight: Tensor | None = None  # 0, where nothing counts, makes 0 of everything
-    base_scale: Scalar = 1.0
+    base_scale: Scalar = _UNSCALED
 
     def value(self) -> Scalar:
         """Divide."""
@@ -163,6 +156,7 @@ def step_factors(
     cost no wait."""
     base, weight, scale = quotient
     found_inf, counted, wide = ledger.found_inf, ledger.counted, torch.float64
+    device_base = sent(base, device) if isinstance(base, Tensor) else None
     numbers = torch.empty(3, dtype=wide, device=device)
     flags = torch.empty(3, dtype=torch.float32, device=device)
     ops.WINDOW_FACTORS(
@@ -170,15 +164,15 @@ def step_factors(
         flags,
         [] if norm is not None else sums,
         norm,
-        unit=1.0 if on_device(base) else base,
-        device_unit=sent(base, device) if on_device(base) else None,
+        unit=base if device_base is None else 1.0,
+        device_unit=device_base,
         weight=None if weight is None else sent(weight, device),
-        scale=None if equals(scale, 1.0) else as_tensor(scale, wide, device),
+        scale=None if scale is _UNSCALED else as_tensor(scale, wide, device),
         max_norm=max_norm,
         normalised=normalised,
         checks_norm=checks_norm,
         overflow=overflow,
-        found_inf=None if equals(found_inf, 0.0) else as_tensor(found_inf, wide, device),
+        found_inf=None if found_inf is _NOT_FOUND else as_tensor(found_inf, wide, device),
         finite=None if counted is None else as_tensor(counted, wide, device),
     )
     if scalars.on_host(numbers):

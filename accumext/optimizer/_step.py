@@ -153,7 +153,7 @@ def take_pending(
     engine.reducer.begin(op, engine)
     if settings.window > 1 and engine.state.micro_batches == 0:
         refuse_second_accumulation(op, settings.window)
-    scale, found_inf = (scale_of_pending(op, engine), 0.0) if outer is None else outer
+    scale, found_inf = (scale_of_pending(op, engine), None) if outer is None else outer
     if not engine.keeps_in_grad:
         add_micro_batch(engine, op, parameters, pending, 1.0, scale, found_inf=found_inf)
         return
@@ -163,7 +163,7 @@ def take_pending(
         if grad is None:
             parameter.grad = None
     if settings.policy.leaves_out:  # it is looked at where the window is closed
-        found_inf = 0.0
+        found_inf = None
     ledger, _ = Ledger().with_micro_batch(1.0, scale, found_inf=found_inf)
     engine.update(window=NO_WINDOW._replace(ledger=ledger, phase=Phase.IN_GRAD))
 
@@ -200,13 +200,6 @@ def close_window(
 ) -> Any:
     """Step on the open window, if there is anything in it, and start the next."""
     settings = engine.settings
-
-    def step() -> Any:
-        set_grad_enabled(records)
-        result = engine.optimizer.step(**kwargs)
-        set_grad_enabled(False)
-        return result
-
     compiling = torch.compiler.is_compiling()  # which cannot trace the class of the span
     with nullcontext() if compiling else record_function("accumext::step"):
         if not engine.reducer.close(op, engine, flushing):
@@ -216,7 +209,9 @@ def close_window(
         if settings.scaler is not None and len(ALIVE) > 1:
             note_scale(op, engine)
         misses = partial(refuse_what_it_misses, engine, op, closure)
-        result, skipped = step_on_window(engine, proxy, op, parameters, step, begun, misses)
+        result, skipped = step_on_window(
+            engine, proxy, op, parameters, kwargs, records, begun, misses
+        )
     if skipped:
         warn_of_skip(engine, proxy)
     return result

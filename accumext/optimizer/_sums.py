@@ -52,7 +52,7 @@ def count_in(
     weight: Scalar,
     scale: Scalar,
     base: Scalar | None = None,
-    found_inf: Scalar = 0.0,
+    found_inf: Scalar | None = None,
 ) -> tuple[Window, Scalar]:
     """Count a micro-batch as `Ledger.with_micro_batch` does."""
     ledger, ratio = window.ledger.with_micro_batch(weight, scale, base, found_inf)
@@ -236,7 +236,7 @@ def add_micro_batch(
     weight: Scalar,
     scale: Scalar,  # what they are multiplied with
     *,
-    found_inf: Scalar = 0.0,  # what somebody else found in them
+    found_inf: Scalar | None = None,  # what somebody else found in them
     accumulated: bool = False,  # whether an outer GradScaler is too late then
     carried: bool = False,  # whether the loss was multiplied by its weight, too
 ) -> None:

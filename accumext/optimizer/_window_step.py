@@ -17,10 +17,10 @@ from accumext.optimizer._grads import grad_of, grads_of, present, put
 from accumext.optimizer._ledger import Ledger, Quotient, step_factors
 from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
-from accumext.optimizer._window import NO_WINDOW, State, Window
+from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import any_dtensor, nonfinite, versions
-from accumext.tensors.scalars import Scalar, as_tensor, on_device
+from accumext.tensors.scalars import Scalar, as_tensor, equals, on_device
 from accumext.tensors.torch_private import (
     STEP_POST_HOOKS,
     TAKES_SCALE,
@@ -82,7 +82,7 @@ class Plan(NamedTuple):
     sums: Sums
     measured: Measured
     formed: Formed
-    skip: Tensor | None  # not 0 where a device knows that no step may be taken
+    skip: Scalar | None  # not 0 where a device knows that no step may be taken
     skips: bool  # the host knows that there is no step
     found_inf: Scalar  # for the scaler
     fused: bool  # the optimizer divides, and may be told by a device not to step
@@ -105,14 +105,14 @@ def _plan(
     measured = measure(sums, window, settings, in_place, stepped_on, fused, divides)
     factors, formed = measured.factors, Formed(sums.grads)
     skip, found_inf = factors.skip, factors.found_inf
-    if on_device(skip) or not skip:
+    known = factors.inverse is None or not fused  # whether to skip
+    if not known or not skip:
         formed = form(sums, measured, in_place, stepped_on, fused)
         for norm in formed.rounded:  # not finite: rounding to half precision has overflowed
             skip, found_inf = _or_nonfinite(norm, skip), _or_nonfinite(norm, found_inf)
         if formed.rounded and not fused:
             skip = to_host(skip)
-    unknown = skip if on_device(skip) else None
-    skips = unknown is None and bool(skip)
+    unknown, skips = (None, bool(skip)) if known else (skip, False)
     if skips and settings.policy.raises:
         names = named(_names_of(engine, parameters, sums, nonfinite(present(formed.grads))))
         got = f"inf or NaN in {names}" if names else "a norm that is not"
@@ -122,8 +122,9 @@ def _plan(
 
 
 def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
+    ledger = Ledger() if equals(flag, 0.0) else Ledger(found_inf=flag)
     return step_factors(
-        Ledger(found_inf=flag), Quotient(), None, device=norm.device, sums=[], norm=norm,
+        ledger, Quotient(), None, device=norm.device, sums=[], norm=norm,
         overflow=None, normalised=False, checks_norm=True,
     ).found_inf  # fmt: skip
 
@@ -164,7 +165,7 @@ class _Around:
             scale = None
             if on_device(formed.divisor) or formed.divisor != 1.0:
                 scale = as_tensor(formed.divisor, torch.float32, plan.sums.device)
-            found = None if skip is None else skip.float()
+            found = None if skip is None else as_tensor(skip, torch.float32, plan.sums.device)
             vars(optimizer).update(grad_scale=scale, found_inf=found)
         self._watch.begin(optimizer)
         return True
@@ -174,7 +175,8 @@ class _Around:
         """Close the window. May be called twice."""
         engine, plan, used = self._engine, self.plan, self._engine.state.used
         self._take_back()
-        self._watch.write()
+        if self._watch.rounding is not None:
+            self._watch.write()
         if plan.sums.in_grad:
             made = list(map(is_, self._before, plan.window.sums))
             used = used.after(grads_of(self._parameters), made)
@@ -265,17 +267,20 @@ def step_on_window(
     proxy: Optimizer,  # the AccumulatingOptimizer, under whose id the scaler knows it
     op: str,
     parameters: list[Tensor],  # that gradients are formed for
-    step: Callable[[], Any],
+    kwargs: dict[str, Any],  # of the wrapped step
+    records: bool,  # what the wrapped step does, as its caller does
     begun: object,  # what an update of the scaler takes
     refuse: Callable[[BaseException, bool], None],  # of a step that has moved nothing
 ) -> tuple[Any, bool]:
     """Step on the open window, and start the next. Returns also whether the host knows that there
     was no step."""
-    summed = not engine.state.in_grad
+    summed = engine.state.window.phase is not Phase.IN_GRAD
     around, result = _Around(engine, proxy, op, parameters, begun), None
     try:
         if around.begin():
-            result = step()
+            set_grad_enabled(records)
+            result = engine.optimizer.step(**kwargs)
+            set_grad_enabled(False)
         around.finish()
     except BaseException as error:
         set_grad_enabled(False)

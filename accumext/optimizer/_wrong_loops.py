@@ -286,7 +286,7 @@ def _is_divided(loss: Tensor, by: int) -> bool:
     """
     node: Any = loss.grad_fn
     number = saved_factor(node) if by > 2 and node and node.name() == "DivBackward0" else None
-    if not isinstance(number, Tensor) or number.dim() or not scalars.on_host(number):
+    if not scalars.on_device(number) or number.dim() or not scalars.on_host(number):
         return False
     inner = node.next_functions[0][0]
     if inner is None or not inner.name().startswith("NllLoss") or inner._saved_reduction != _MEAN:
