@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -243,7 +244,7 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: Plan) -> WindowR
         empty_if_skipped=plan.sums.in_grad and engine.settings.policy.leaves_out,
     )
     if plan.skip is not None:  # which parameters had an inf or NaN is found when somebody asks
-        report.evidence = plan.sums.tensors, lambda i: _names_of(engine, parameters, plan.sums, i)
+        report.evidence = plan.sums.tensors, partial(_names_of, engine, parameters, plan.sums)
     elif plan.skips or plan.window.left_out:
         bad = nonfinite(present(plan.formed.grads)) if plan.skips else []
         found = set(_names_of(engine, parameters, plan.sums, bad))
