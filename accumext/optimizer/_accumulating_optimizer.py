@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from accumext.master_weights import Target
+from accumext.master_weights import SteppedTensors
 from accumext.optimizer._backward import (
     UNWEIGHTED,
     BackwardPass,
@@ -24,14 +24,14 @@ from accumext.optimizer._backward import (
 from accumext.optimizer._checkpoint import pack, unpack
 from accumext.optimizer._closures import refuse_without_closure
 from accumext.optimizer._engine import LEAVING, Engine, others_of
-from accumext.optimizer._grads import Used, fresh, grad_of, grads_of, is_none
+from accumext.optimizer._grads import ConsumedGrads, fresh, grad_of, grads_of, is_none
 from accumext.optimizer._micro_batch import open_micro_batch
 from accumext.optimizer._other_passes import (
     ONE_FOR_EACH,
+    move_others_out_of_grad,
     part_from_others,
     scale_of_pending,
     take_other_pass,
-    take_others_out,
 )
 from accumext.optimizer._proxy import OptimizerProxy, takes
 from accumext.optimizer._reducer import know_parameters, reducer_of
@@ -39,7 +39,7 @@ from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import create_scale, refuse_unscaled
 from accumext.optimizer._settings import OP, check_settings, check_weight
 from accumext.optimizer._step import flush, run_step, stepping_at_once
-from accumext.optimizer._sums import add_micro_batch, take_out
+from accumext.optimizer._sums import add_micro_batch, move_out_of_grad
 from accumext.optimizer._wrong_loops import Watch, warn_of_a_full_window
 from accumext.tensors import checks
 from accumext.tensors.checks import OnNonfinite, Reduction, Synchronize, explained
@@ -194,7 +194,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             reduce_in_backward=reduce_in_backward,
             synchronize=synchronize,
         )
-        self.optimizer, target = optimizer, Target(OP, optimizer, masters)
+        self.optimizer, target = optimizer, SteppedTensors(OP, optimizer, masters)
         self._engine = Engine(optimizer, settings, target, reducer_of(target.parameters()), Watch())
 
     def backward(
@@ -271,11 +271,11 @@ class AccumulatingOptimizer(OptimizerProxy):
         count = None if weight is UNWEIGHTED else check_weight(op, weight)
         engine.thread = get_ident()
         refuse_unscaled(op, engine.settings.scaler, self, self.optimizer)
-        parameters = engine.target.parameters()
+        parameters = engine.tensors.parameters()
         grads: list[Tensor | None] = []
         if not engine.state.in_grad:
             part_from_others(op, engine, parameters)
-            grads = fresh(parameters, engine.state.used)
+            grads = fresh(parameters, engine.state.consumed)
         made = engine.state.other_pass
         if made is None and all(map(is_none, grads)):
             advice = "Run a backward pass first; backward() has accumulated already"
@@ -405,15 +405,17 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.zero_grad()
         """
-        engine, parameters = self._engine, self._engine.target.parameters()
+        engine, parameters = self._engine, self._engine.tensors.parameters()
         if engine.state.in_grad:
-            take_out(engine, parameters)
+            move_out_of_grad(engine, parameters)
         if len(LEAVING) > engine.leaves:
-            take_others_out(engine, parameters)
+            move_others_out_of_grad(engine, parameters)
         engine.forget_evidence()
         if engine.state.other_pass is not None:
             engine.update(other_pass=None)
-        ours = [] if engine.target.is_parameters else parameters  # the wrapped one has only masters
+        ours = (
+            [] if engine.tensors.is_parameters else parameters
+        )  # the wrapped one has only masters
         clear, may_leave = self.optimizer.zero_grad, not set_to_none
         if getattr(clear, "__func__", None) is Optimizer.zero_grad:
             if not (set_to_none and all(map(is_none, map(grad_of, parameters)))):
@@ -427,10 +429,10 @@ class AccumulatingOptimizer(OptimizerProxy):
             for parameter in ours:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.detach().zero_()
-        if engine.state.used.seen or ours or may_leave:
+        if engine.state.consumed.seen or ours or may_leave:
             left = [] if ours and set_to_none else grads_of(parameters)
-            used = Used() if all(map(is_none, left)) else Used().after(left)
-            engine.commit(engine.state._replace(used=used), ours if set_to_none else ())
+            used = ConsumedGrads() if all(map(is_none, left)) else ConsumedGrads().after(left)
+            engine.commit(engine.state._replace(consumed=used), ours if set_to_none else ())
 
     @property
     def stepped(self) -> bool:
@@ -484,7 +486,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.main_grad(model.weight)
             tensor([[-16.]])
         """
-        engine, parameters = self._engine, self._engine.target.parameters()
+        engine, parameters = self._engine, self._engine.tensors.parameters()
         index = next((i for i, p in enumerate(parameters) if p is parameter), None)
         if index is None:
             contract = "be a parameter of this optimizer"
@@ -539,11 +541,11 @@ class AccumulatingOptimizer(OptimizerProxy):
         op = f"{OP}.load_accumulation_state_dict"
         engine = self._engine
         engine.refuse(op)
-        parameters, scaler = engine.target.parameters(), engine.settings.scaler
+        parameters, scaler = engine.tensors.parameters(), engine.settings.scaler
         window = unpack(op, state_dict, parameters)
         if any(main is not None for main in window.sums):
             create_scale(scaler, parameters[0].device)
-        engine.drop(window._replace(sums=engine.target.send(list(window.sums))()))
+        engine.drop(window._replace(sums=engine.tensors.send(list(window.sums))()))
         engine.update(saved=window.ledger.micro_batches)
 
     def __getattr__(self, name: str) -> Any:
@@ -552,14 +554,14 @@ class AccumulatingOptimizer(OptimizerProxy):
             return value
         if name.endswith("step"):  # such as `first_step` of SAM
             value = stepping_at_once(self._engine, name, value)
-        return self._engine.target.followed(value)  # such as `eval()` of schedule-free ones
+        return self._engine.tensors.followed(value)  # such as `eval()` of schedule-free ones
 
     def state_dict(self) -> dict[str, Any]:
         """Exactly the wrapped optimizer's, so that checkpoints move both ways.
 
         With masters it has one entry more, "masters", which optimizers without them pass over.
         """
-        return self._engine.target.state_dict(self.optimizer.state_dict())
+        return self._engine.tensors.state_dict(self.optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of the wrapped optimizer, from with or without this wrapper.
@@ -571,7 +573,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             ValueError: its groups, or its masters, are not of this optimizer's parameters.
         """
         load, op = self.optimizer.load_state_dict, f"{OP}.load_state_dict"
-        self._engine.target.load_state_dict(op, state_dict, load)
+        self._engine.tensors.load_state_dict(op, state_dict, load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer; it may hold masters if others do.
@@ -580,7 +582,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             ValueError: it holds masters and none of the others do, or a parameter would be stepped
                 on twice.
         """
-        self._engine.target.check_added(f"{OP}.add_param_group", param_group)
+        self._engine.tensors.check_added(f"{OP}.add_param_group", param_group)
         try:
             self.optimizer.add_param_group(param_group)
             know_parameters(self._engine)

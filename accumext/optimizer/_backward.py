@@ -19,7 +19,16 @@ from accumext.ops.any_tensors import scale_
 from accumext.optimizer._closures import refuse_without_closure
 from accumext.optimizer._collecting import Collecting, Lookup
 from accumext.optimizer._engine import ALIVE, LEAVING, Engine, explain
-from accumext.optimizer._grads import GONE, clear, fresh, grad_of, grads_of, is_none, present, put
+from accumext.optimizer._grads import (
+    GONE,
+    clear_grads,
+    fresh,
+    grad_of,
+    grads_of,
+    is_none,
+    present,
+    set_grads,
+)
 from accumext.optimizer._ledger import Ledger
 from accumext.optimizer._looking import raise_nonfinite
 from accumext.optimizer._other_passes import part_from_others, run_beside_others, scale_of_pending
@@ -33,7 +42,7 @@ from accumext.optimizer._sums import (
     count_in,
     enlarge_base,
     is_plain,
-    take_out,
+    move_out_of_grad,
 )  # fmt: skip
 from accumext.optimizer._window import OpenMicroBatch, Phase, Window
 from accumext.optimizer._wrong_loops import warn_of_a_full_window
@@ -147,20 +156,20 @@ def run_backward(
     if state.other_pass is not None:
         engine.update(other_pass=None)
     parameters = list(chain.from_iterable(map(params_of, engine.optimizer.param_groups)))
-    if not engine.target.is_parameters:
-        parameters = engine.target.parameters()
+    if not engine.tensors.is_parameters:
+        parameters = engine.tensors.parameters()
     pending: Sequence[Tensor | None] = ()
     if window.phase is not Phase.IN_GRAD:
         if GONE or len(LEAVING) > engine.leaves:
             part_from_others(op, engine, parameters)
         if not all(map(is_none, map(grad_of, parameters))):
-            pending = let_go(op, engine, parameters, inside is not None)
+            pending = clear_consumed(op, engine, parameters, inside is not None)
     if stays:
         _into_grad(engine, op, call, scale, parameters, pending)
         return
     known = window.parameters
     if len(known) != len(parameters) or not all(map(is_, known, parameters)):
-        take_out(engine, parameters)
+        move_out_of_grad(engine, parameters)
     looks = window.ledger.micro_batches == 0 and engine.reducer.base_weight is None
     watch = engine.watch if looks else None
     before = () if watch is None else versions(parameters)
@@ -177,13 +186,13 @@ def run_backward(
         watch.see_backward(engine, parameters, before)
 
 
-def let_go(
+def clear_consumed(
     op: str, engine: Engine, parameters: Sequence[Tensor], inside: bool
 ) -> Sequence[Tensor | None]:
     """Empty `.grad` of what steps have used, but inside a micro-batch; what stays counts as part of
     the micro-batch to come, since autograd adds to it."""
     grads = grads_of(parameters)
-    pending = fresh(parameters, engine.state.used, new=not inside)
+    pending = fresh(parameters, engine.state.consumed, new=not inside)
     if not inside:
         for parameter, grad, mine in zip(parameters, grads, pending, strict=True):
             if mine is not grad:
@@ -231,7 +240,7 @@ def _into_grad(
         grads = list(map(grad_of, parameters))
         if nothing:  # also where they hold NaN
             grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
-            put(parameters, grads)
+            set_grads(parameters, grads)
         if engine.settings.policy.raises:
             raise_nonfinite(engine, op, grads, call.weight)
         if not engine.leaves:
@@ -240,7 +249,7 @@ def _into_grad(
         engine.update(window=window, accumulated=True, through_backward=True)
     except BaseException:
         engine.drop()
-        clear(parameters)
+        clear_grads(parameters)
         raise
 
 
@@ -282,7 +291,7 @@ def _into_sums(
         )  # fmt: skip
     except BaseException as error:
         engine.drop()
-        clear(parameters)
+        clear_grads(parameters)
         if inside is not None:  # whoever catches this is told at its end
             engine.update(micro_batch=OpenMicroBatch(failed=True))
         if before.micro_batches:
@@ -304,17 +313,17 @@ def _run_pass(
     parameters, base_scale = window.parameters, window.ledger.base_scale
     if pending:
         factor = ratio * divide(base_scale, current_scale(op, engine.settings.scaler))
-        here = engine.target.send(list(pending))()
+        here = engine.tensors.send(list(pending))()
         window = adding(window, here, factor).run([])._replace(norm=None)
     factor = ratio * base_scale
     if sending is not None or not window.autograd_adds:
         return Collecting(engine, op, window, sending).run(partial(call.run, engine), factor)
-    put(parameters, window.sums)
+    set_grads(parameters, window.sums)
     call.run(engine, factor, _plain_grad)
     grads = list(map(grad_of, parameters))
     if window.norm is not None or not all(map(is_, grads, window.sums)):
         window = adopt(window, grads)
-    clear(parameters)
+    clear_grads(parameters)
     return window
 
 
@@ -335,7 +344,7 @@ def _apart(
         if micro_batch is None:
             scale_(present(pending), carried)
             call.run(engine, scale * carried)
-            grads = fresh(parameters, engine.state.used)
+            grads = fresh(parameters, engine.state.consumed)
             with torch.no_grad():
                 add_micro_batch(
                     engine, op, parameters, grads, call.weight, scale,
@@ -346,7 +355,7 @@ def _apart(
         part = _run_pass(engine, op, part.of(parameters), call, carried, pending)
         engine.update(micro_batch=micro_batch._replace(weight=call.weight, part=part))
     except BaseException:
-        clear(parameters)
+        clear_grads(parameters)
         if micro_batch is not None:
             engine.update(micro_batch=micro_batch._replace(failed=True))
         raise

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from accumext.ops.any_tensors import global_norm
 from accumext.optimizer._engine import Engine
-from accumext.optimizer._grads import fresh, grads_of, present, put
+from accumext.optimizer._grads import fresh, grads_of, present, set_grads
 from accumext.optimizer._looking import raise_nonfinite
 from accumext.optimizer._other_passes import pass_over
 from accumext.optimizer._report import WindowReport
@@ -73,7 +73,7 @@ def may_hand_through(engine: Engine, proxy: Optimizer) -> bool:
     settings = engine.settings
     return (
         engine.keeps_at_once
-        and engine.target.is_parameters
+        and engine.tensors.is_parameters
         and settings.max_norm is None
         and settings.scaler is None
         and "found_inf" not in vars(proxy)
@@ -102,7 +102,7 @@ def step_with_closure(
     """
     if closure is None:
         checks.fail_type(op, "closure", "be callable for this optimizer", "None")
-    engine.target.take_over()
+    engine.tensors.follow_parameters()
     evaluation = _Evaluation(engine, op, closure, step_without)
     watch = evaluation.watch
     try:
@@ -122,7 +122,7 @@ def step_with_closure(
         if watch.has_moved():
             evaluation.conclude()
         else:
-            engine.target.take_grads_back()
+            engine.tensors.clear_master_grads()
         raise
     return value
 
@@ -135,20 +135,20 @@ class _Evaluation:
     ) -> None:
         self._engine, self._op, self._closure = engine, op, closure
         self._step_without = step_without
-        self._parameters = engine.target.parameters()
+        self._parameters = engine.tensors.parameters()
         self._seen: list[Tensor] = []  # norm of the first gradient
-        self.watch = StepWatch(engine.target.stepped_on(), engine.target.rounding(every=True))
+        self.watch = StepWatch(engine.tensors.stepped_on(), engine.tensors.rounding(every=True))
 
     def run(self) -> Any:
         """Evaluate the closure for the wrapped optimizer, which calls this in its stead."""
-        target, watch = self._engine.target, self.watch
+        target, watch = self._engine.tensors, self.watch
         if target.is_parameters:
             return self._look_at()
         if self._seen or watch.has_moved():  # not all writes of an optimizer can be seen
             watch.write()
             watch.rounding = target.rounding(every=True)
         value = self._look_at()
-        target.lend_grads()
+        target.set_master_grads()
         return value
 
     def _look_at(self) -> Any:
@@ -164,7 +164,7 @@ class _Evaluation:
         elif state.micro_batches:
             raise _AbortStep(value, self._step_without)
         else:  # as a step without a closure: what is used up is left out
-            put(parameters, fresh(parameters, state.used))
+            set_grads(parameters, fresh(parameters, state.consumed))
         grads = grads_of(parameters)
         there = [i for i, grad in enumerate(grads) if grad is not None]
         if state.other_pass is not None:
@@ -182,7 +182,7 @@ class _Evaluation:
     def conclude(self, culprits: list[int] | None = None) -> None:
         """Close the window of which the closure has formed the gradient."""
         engine, parameters, window = self._engine, self._parameters, self._engine.state.window
-        engine.target.take_grads_back()
+        engine.tensors.clear_master_grads()
         if self.watch.has_moved():
             self.watch.write()
         norm = self._seen[0] if self._seen else zero_flag(parameters[0].device)
@@ -201,5 +201,5 @@ class _Evaluation:
         report.name([names[parameters[i]] for i in culprits or ()])
         grads = grads_of(parameters)
         ours = list(map(is_, grads, window.sums)) if engine.state.in_grad else ()
-        used = engine.state.used.after(grads, ours)
-        engine.update(window=NO_WINDOW, used=used, last=report, stepped=True, accumulated=False)
+        used = engine.state.consumed.after(grads, ours)
+        engine.update(window=NO_WINDOW, consumed=used, last=report, stepped=True, accumulated=False)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from accumext.optimizer._engine import Engine
-from accumext.optimizer._grads import clear, grads_of, is_none, put
+from accumext.optimizer._grads import clear_grads, grads_of, is_none, set_grads
 from accumext.optimizer._reducer import Sending
 from accumext.optimizer._sums import adding, adopt, is_plain, made
 from accumext.optimizer._window import Window
@@ -46,7 +46,7 @@ class Collecting:
         """The window with what a backward pass makes of a loss times a factor."""
         pairs = list(zip(self._parameters, self._window.sums, strict=True))
         lent = [m if m is not None and m.dtype == p.dtype else None for p, m in pairs]
-        put(self._parameters, lent)
+        set_grads(self._parameters, lent)
         with GradCollector(self._op, self._parameters, self._take).watching(self._watched()):
             run(factor, self._main_grad)
         grads = grads_of(self._parameters)
@@ -54,10 +54,10 @@ class Collecting:
             self._take([i for i, grad in enumerate(grads) if grad is not None])
         else:
             self._arrive()
-            self._arriving = self._engine.target.send(grads)
+            self._arriving = self._engine.tensors.send(grads)
         with record_function("accumext::accumulate"), torch.no_grad():
             self._arrive()
-        clear(self._parameters)
+        clear_grads(self._parameters)
         return self._window
 
     def _watched(self) -> list[int]:
@@ -67,7 +67,7 @@ class Collecting:
             return list(range(len(parameters)))
         if engine.settings.accumulate_in_backward and not self._window.autograd_adds:
             return [i for i, p in enumerate(parameters) if p.dtype in HALF_DTYPES]
-        return [i for i, far in enumerate(engine.target.goes_to_host()) if far]
+        return [i for i, far in enumerate(engine.tensors.goes_to_host()) if far]
 
     def _main_grad(self, parameter: Tensor) -> Tensor | None:
         """The sum of a parameter for an operator to add to; None where it cannot."""
@@ -90,8 +90,8 @@ class Collecting:
             for i in indices:
                 grads[i] = self._parameters[i].grad
             self._arrive()  # while one bundle is added on the host, the next is on its way
-            self._arriving = self._engine.target.send(grads)
-            if self._engine.target.is_parameters:
+            self._arriving = self._engine.tensors.send(grads)
+            if self._engine.tensors.is_parameters:
                 self._arrive()
             for i in indices:
                 self._parameters[i].grad = None

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from accumext.master_weights import Target
+from accumext.master_weights import SteppedTensors
 from accumext.ops.wgrad_fusion import MainGrads
-from accumext.optimizer._grads import clear, is_none, note_gone, present
+from accumext.optimizer._grads import clear_grads, is_none, note_gone, present
 from accumext.optimizer._ledger import Ledger
 from accumext.optimizer._report import Name
 from accumext.optimizer._settings import OP, Settings
@@ -41,13 +41,13 @@ def engines_alive(among: WeakValueDictionary[int, Engine] = ALIVE) -> list[Engin
 
 def others_of(engine: Engine) -> list[Engine]:
     """Return those of other optimizers that have taken gradients of the same parameters."""
-    mine = set(map(id, engine.target.parameters()))
+    mine = set(map(id, engine.tensors.parameters()))
     return [
         other
         for other in engines_alive()
         if other is not engine
         and (other.state.micro_batches or other.state.last)
-        and not mine.isdisjoint(map(id, other.target.parameters()))
+        and not mine.isdisjoint(map(id, other.tensors.parameters()))
     ]
 
 
@@ -134,12 +134,12 @@ class Engine:
         self,
         optimizer: Optimizer,
         settings: Settings,
-        target: Target,
+        target: SteppedTensors,
         reducer: Reducer,
         watch: Any,
     ) -> None:
         self.optimizer = optimizer  # the wrapped one
-        self.target = target  # what it steps on
+        self.tensors = target  # what it steps on
         self.state = State()
         self.settings = settings
         self.reducer = reducer
@@ -178,7 +178,7 @@ class Engine:
         if self.settings.process_group is not None:  # that of the process that unpickles
             self.settings = self.settings._replace(process_group=dist.group.WORLD)
         self.reducer.share(self.settings.process_group)
-        self.main_grads = MainGrads(self, self.target.parameters())
+        self.main_grads = MainGrads(self, self.tensors.parameters())
         self.thread, self.leaves = get_ident(), False
         ALIVE[id(self)] = self
 
@@ -186,8 +186,8 @@ class Engine:
         # At the end of a program this module may be gone before its objects.
         if sys is not None and not sys.is_finalizing() and "state" in vars(self):
             self.warn_of_loss()
-            if any(self.state.used.ours):
-                note_gone(self.state.used, self.target.parameters())
+            if any(self.state.consumed.ours):
+                note_gone(self.state.consumed, self.tensors.parameters())
 
     # The state
 
@@ -200,7 +200,7 @@ class Engine:
         holds; after an exception all of that or nothing."""
 
         def rest() -> None:
-            clear(emptied)
+            clear_grads(emptied)
             if drops:
                 self.reducer.drop()
 
@@ -218,7 +218,7 @@ class Engine:
         after = state._replace(
             window=successor, micro_batch=None, sending=None, accumulated=False, other_pass=None
         )
-        self.commit(after, self.target.parameters() if state.in_grad else (), drops=True)
+        self.commit(after, self.tensors.parameters() if state.in_grad else (), drops=True)
         if state.sending is not None:
             state.sending.buckets.abandon()
 
@@ -232,7 +232,7 @@ class Engine:
 
     def window_out_of_grad(self) -> Window:
         """Return the open window as it is without `.grad`."""
-        window, parameters = self.state.window, self.target.parameters()
+        window, parameters = self.state.window, self.tensors.parameters()
         out = window.out_of_grad(parameters)
         if not (self.state.in_grad and self.settings.policy.leaves_out):
             return out
@@ -257,7 +257,7 @@ class Engine:
             given = group.get("param_names")
             named = isinstance(given, (list, tuple)) and len(given) == len(indices)
             names += cast(list[Name], given) if named else indices
-        lists = self.target.parameters(), self.target.stepped_on()
+        lists = self.tensors.parameters(), self.tensors.stepped_on()
         return {p: name for several in lists for p, name in zip(several, names, strict=True)}
 
     @property
@@ -269,7 +269,7 @@ class Engine:
     @property
     def keeps_in_grad(self) -> bool:
         """True if the next micro-batch stays in `.grad`, where the optimizer finds it."""
-        return self.target.is_parameters and self.keeps_at_once
+        return self.tensors.is_parameters and self.keeps_at_once
 
     def expects_sum(self, parameter: Tensor) -> bool:
         """Tell whether the next backward pass adds to a sum of this parameter that is there."""
@@ -280,7 +280,7 @@ class Engine:
             return True  # it is made in float32
         if not self.state.through_backward:  # nor will the next: it would be formed for nothing
             return False
-        parameters = self.target.parameters()
+        parameters = self.tensors.parameters()
         index = next((i for i, p in enumerate(parameters) if p is parameter), None)
         if index is None or self.state.in_grad:
             return index is not None and parameter.grad is not None

@@ -38,7 +38,7 @@ def raise_nonfinite(
     found_inf = zero_flag(found[0].device)
     global_norm(found, norm_type=2.0, found_inf=found_inf)
     if bool(found_inf):
-        names, parameters = engine.names(), engine.target.parameters()
+        names, parameters = engine.names(), engine.tensors.parameters()
         mine = named([names[parameters[there[i]]] for i in nonfinite(found)])
         got = f"inf or NaN in {mine or 'shards of other processes'}"
         raise RuntimeError(message(op, "gradients", "be finite", got))

@@ -22,16 +22,16 @@ from accumext.ops.any_tensors import (
 from accumext.optimizer._engine import LEAVING, Engine, engines_alive
 from accumext.optimizer._grads import (
     GONE,
-    Used,
+    ConsumedGrads,
     fresh,
     grads_of,
     is_none,
-    put,
+    set_grads,
     used_up_by,
 )
 from accumext.optimizer._scaler import current_scale
 from accumext.optimizer._settings import OP
-from accumext.optimizer._sums import add_micro_batch, own_their_memory, take_out
+from accumext.optimizer._sums import add_micro_batch, move_out_of_grad, own_their_memory
 from accumext.optimizer._window import OtherPass
 from accumext.tensors.checks import message
 from accumext.tensors.scalars import Scalar, divide, on_device
@@ -42,10 +42,10 @@ def run_beside_others(
     engine: Engine, loss: Tensor, weight: Scalar, factor: Scalar, run: Callable[[], None]
 ) -> None:
     """Run a backward pass of `loss * factor`, and tell other wrappers what it made of theirs."""
-    known, theirs = set(map(id, engine.target.parameters())), list[tuple[Engine, list[Tensor]]]()
+    known, theirs = set(map(id, engine.tensors.parameters())), list[tuple[Engine, list[Tensor]]]()
     parted = set[int]()
     for other in _others(engine, loss):
-        parameters = other.target.parameters()
+        parameters = other.tensors.parameters()
         if not known.isdisjoint(map(id, parameters)):
             parameters = [p for p in parameters if id(p) not in known]
             parted.add(id(other))
@@ -58,11 +58,11 @@ def run_beside_others(
 
     def put_back() -> None:
         if not all(map(is_, grads_of(parameters), before)):
-            put(parameters, before)
+            set_grads(parameters, before)
 
     try:
         if not all(map(is_, before, begin)):
-            put(parameters, begin)
+            set_grads(parameters, begin)
         run()
         for other, several in theirs:
             if not all(map(is_none, grads := grads_of(several))):
@@ -83,7 +83,7 @@ def _others(engine: Engine, loss: Tensor) -> list[Engine]:
         unused = other.state.last is None and not other.state.micro_batches
         if other is not engine and other.thread != thread and (came or unused):
             reached = set(map(id, leaves_since(0, [loss])))
-            if not reached.isdisjoint(map(id, other.target.parameters())):
+            if not reached.isdisjoint(map(id, other.tensors.parameters())):
                 other.thread = thread
         if other is not engine and other.thread == thread:
             found.append(other)
@@ -106,15 +106,15 @@ def part_from_others(op: str, engine: Engine, parameters: Sequence[Tensor]) -> b
     if not (sharing or gone):
         return False
     holders = [other for other in sharing if other.state.in_grad]
-    grads = fresh(parameters, engine.state.used, new=True)
-    several = [(other.state.used, other.target.parameters()) for other in sharing]
+    grads = fresh(parameters, engine.state.consumed, new=True)
+    several = [(other.state.consumed, other.tensors.parameters()) for other in sharing]
     old = used_up_by(several, parameters, grads)
-    theirs = {id(p) for holder in holders for p in holder.target.parameters()}
+    theirs = {id(p) for holder in holders for p in holder.tensors.parameters()}
     rows = zip(parameters, grads, old, strict=True)
     if holders and any(not (g is None or used or id(p) in theirs) for p, g, used in rows):
         got = "also one of a backward pass of your own"
         raise RuntimeError(message(op, ".grad", _OWN, got, ONE_FOR_EACH))
-    take_others_out(engine, parameters)
+    move_others_out_of_grad(engine, parameters)
     for parameter, used in zip(parameters, old):
         if used:
             parameter.grad = None
@@ -123,11 +123,11 @@ def part_from_others(op: str, engine: Engine, parameters: Sequence[Tensor]) -> b
     return bool(holders) or any(old)
 
 
-def take_others_out(engine: Engine, parameters: Sequence[Tensor]) -> None:
+def move_others_out_of_grad(engine: Engine, parameters: Sequence[Tensor]) -> None:
     """Take the windows of other wrappers out of `.grad` of parameters that both hold."""
     for other in _sharing(engine, parameters):
         if other.state.in_grad:
-            take_out(other, other.target.parameters())
+            move_out_of_grad(other, other.tensors.parameters())
 
 
 def _sharing(engine: Engine, parameters: Sequence[Tensor]) -> list[Engine]:
@@ -136,7 +136,7 @@ def _sharing(engine: Engine, parameters: Sequence[Tensor]) -> list[Engine]:
     return [
         other
         for other in engines_alive(LEAVING)
-        if other is not engine and not mine.isdisjoint(map(id, other.target.parameters()))
+        if other is not engine and not mine.isdisjoint(map(id, other.tensors.parameters()))
     ]
 
 
@@ -169,9 +169,9 @@ def _out_of_buckets(other: Engine, parameters: Sequence[Tensor]) -> None:
     if own_their_memory(dense):
         return
     if other.state.in_grad:
-        take_out(other, other.target.parameters())
+        move_out_of_grad(other, other.tensors.parameters())
         return
-    used = used_up_by([(other.state.used, other.target.parameters())], parameters, grads)
+    used = used_up_by([(other.state.consumed, other.tensors.parameters())], parameters, grads)
     for parameter, grad, gone in zip(parameters, grads, used):
         parameter.grad = None if gone or grad is None else grad.clone()
 
@@ -232,7 +232,7 @@ def take_other_pass(op: str, engine: Engine, made: OtherPass, weight: Scalar | N
             advice = "Call accumulate() after each of them, or zero_grad() before one that counts"
         raise RuntimeError(message(op, ".grad", contract, got, advice))
     known = dict(zip(map(id, made.parameters), made.grads))
-    parameters = engine.target.parameters()
+    parameters = engine.tensors.parameters()
     grads = [known.get(id(p)) for p in parameters]
     if made.group is not None:
         engine.reducer.share(made.group)
@@ -271,11 +271,11 @@ def note_scale(op: str, engine: Engine) -> None:
     for other in engines_alive():
         if other is engine or other.settings.scaler is not scaler or other.state.in_grad:
             continue
-        grads, noted = fresh(other.target.parameters(), other.state.used, new=True), [False]
+        grads, noted = fresh(other.tensors.parameters(), other.state.consumed, new=True), [False]
         if other.state.earlier_scale is not None:  # a step before this one has told them
             noted = other.state.earlier_scale[0].unchanged(grads)
         if not all(map(is_none, grads)) and not any(noted):
-            earlier = Used().after(grads), current_scale(op, scaler)
+            earlier = ConsumedGrads().after(grads), current_scale(op, scaler)
             other.update(earlier_scale=earlier)
 
 
@@ -284,7 +284,7 @@ def scale_of_pending(op: str, engine: Engine) -> Scalar:
     gradients from before another wrapper's update of the scaler are brought."""
     scale, earlier = current_scale(op, engine.settings.scaler), engine.state.earlier_scale
     if earlier is not None:
-        grads = grads_of(engine.target.parameters())
+        grads = grads_of(engine.tensors.parameters())
         same = [g for g, same in zip(grads, earlier[0].unchanged(grads)) if g is not None and same]
         engine.update(earlier_scale=None)
         with torch.no_grad():

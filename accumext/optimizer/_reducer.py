@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accumext.distributed import Agreement, Alike, AllReduceInBuckets, ShardedWindow, agree
 from accumext.optimizer._engine import Engine, Reducer, explain
-from accumext.optimizer._grads import clear, grads_of, put
+from accumext.optimizer._grads import clear_grads, grads_of, set_grads
 from accumext.optimizer._ledger import Ledger
 from accumext.optimizer._sums import adding
 from accumext.optimizer._window import NO_WINDOW, Phase, Window
@@ -38,8 +38,8 @@ def reducer_of(parameters: Sequence[Tensor], before: Reducer | None = None) -> R
 
 def know_parameters(engine: Engine) -> None:
     """Look at the parameters again: the optimizer has been given more."""
-    engine.target.know()
-    parameters = engine.target.parameters()
+    engine.tensors.know()
+    parameters = engine.tensors.parameters()
     engine.main_grads.declare(parameters)
     before, engine.reducer = engine.reducer, reducer_of(parameters, engine.reducer)
     engine.reducer.group, engine.reducer.checked = before.group, None
@@ -113,7 +113,7 @@ class Shards(Reducer):
 
     def collect(self, op: str, engine: Engine) -> None:
         """Have FSDP reduce what it holds. An exception meanwhile drops the window, and says so."""
-        sharded, parameters = self._window, engine.target.parameters()
+        sharded, parameters = self._window, engine.tensors.parameters()
         sharded.refuse_to_collect(op)
         if not sharded.holds:
             sharded.collect()
@@ -124,11 +124,11 @@ class Shards(Reducer):
             with torch.no_grad():
                 window = engine.state.window.of(parameters)
                 window = adding(window, grads_of(parameters), 1.0).run([])
-            clear(parameters)
+            clear_grads(parameters)
             engine.update(window=window._replace(norm=None))
         except BaseException as error:
             engine.drop()
-            put(parameters, before)
+            set_grads(parameters, before)
             explain(error, f"{op}: the open window was dropped: it was being reduced")
             raise
 
@@ -183,7 +183,7 @@ def send_in_backward(op: str, engine: Engine, window: Window, weight: Scalar) ->
 def _send(
     reducer: Reducer, op: str, engine: Engine, window: Window, ledger: Ledger, flushing: bool
 ) -> Sending:
-    parameters, group = engine.target.parameters(), reducer.group
+    parameters, group = engine.tensors.parameters(), reducer.group
     assert group is not None
     buckets = AllReduceInBuckets(parameters, _trained(parameters, window), group)
     return Sending(buckets, _agree_on(reducer, op, engine, window, ledger, flushing))
@@ -191,7 +191,7 @@ def _send(
 
 def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -> bool:
     """Send the rest of the window, and wait for the sum of all processes."""
-    state, parameters = engine.state, engine.target.parameters()
+    state, parameters = engine.state, engine.tensors.parameters()
     window, sending, in_grad = state.window, state.sending, state.in_grad
     del state  # of whose sums a bucket frees what it has copied
     if window.phase is Phase.SUMMED:  # an earlier step ended in an error then
@@ -211,7 +211,7 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
     agreed, sums = sending.agreed, list(window.of(parameters).sums)
     ledger, window = window.ledger, window._replace(parameters=(), sums=())
     if in_grad:
-        clear(parameters)
+        clear_grads(parameters)
     engine.update(window=NO_WINDOW, sending=None)
     try:
         sending.buckets.finish(sums, ledger.quotient("sum").value())
@@ -223,7 +223,7 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
             counted=None if ledger.counted is None else agreed.counted,
             of_all=agreed.counted,
         )
-        sums = engine.target.send(sums)()
+        sums = engine.tensors.send(sums)()
         window = Window(parameters, sums, ledger, Phase.SUMMED, left_out=window.left_out)
         engine.update(window=window)
     except BaseException as error:
@@ -279,7 +279,7 @@ _ALIKE = (
 
 def _terms(engine: Engine) -> Tensor:
     """Return, as numbers, all that processes have to have alike beside a window."""
-    settings, parameters = engine.settings, engine.target.parameters()
+    settings, parameters = engine.settings, engine.tensors.parameters()
     kinds = [(list(p.shape), p.dtype) for p in parameters]
     numbers = (
         -1.0 if settings.max_norm is None else settings.max_norm,
@@ -287,7 +287,7 @@ def _terms(engine: Engine) -> Tensor:
         checks.REDUCTIONS.index(settings.reduction),
         checks.ON_NONFINITE.index(settings.on_nonfinite),
         checks.SYNCHRONIZE.index(settings.synchronize),
-        len(engine.target.links),
+        len(engine.tensors.links),
         sum(1 << i for i, dtype in enumerate(_DTYPES) if any(p.dtype == dtype for p in parameters)),
         crc32(repr(kinds).encode()),
     )
@@ -303,7 +303,7 @@ def _agree_on(
     If only a device knows the sums, a flush alone waits for it, and the first window after settings
     were made or assigned.
     """
-    parameters, settings = engine.target.parameters(), engine.settings
+    parameters, settings = engine.tensors.parameters(), engine.settings
     known, terms = reducer.checked or (None, None)
     if known != settings or terms is None:
         terms = _terms(engine)

@@ -70,20 +70,20 @@ def run_step(
             refuse_closure(op, closure)
         if settings.needs_closure or (closure is not None and may_hand_through(engine, proxy)):
             refuse_unscaled(op, settings.scaler, proxy, optimizer)
-            parameters = engine.target.parameters()
+            parameters = engine.tensors.parameters()
             go_on = partial(close_window, engine, proxy, op, parameters, kwargs)
             return step_with_closure(engine, op, closure, kwargs, go_on)
         outer = value = result = None
         if "found_inf" in vars(proxy):  # a GradScaler is calling
-            if not engine.target.is_parameters:
+            if not engine.tensors.is_parameters:
                 refuse_outer_scale(op, "masters, whose gradients it cannot see")
             outer = outer_scale(op, proxy, settings.scaler, engine.state.accumulated)
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
         parameters = list(chain.from_iterable(map(params_of, optimizer.param_groups)))
-        if not engine.target.is_parameters:
-            parameters = engine.target.parameters()
+        if not engine.tensors.is_parameters:
+            parameters = engine.tensors.parameters()
         pending = not (engine.state.in_grad or all(map(is_none, map(grad_of, parameters))))
         if pending and (GONE or len(LEAVING) > engine.leaves):
             pending = own_is_pending(op, engine, parameters)
@@ -100,7 +100,7 @@ def run_step(
             result = close_window(engine, proxy, op, parameters, kwargs, enabled, closure)
         elif settings.window == 1 and not pending and engine.keeps_at_once:
             # The optimizer runs its hooks, as it would without the wrapper.
-            result = engine.target.followed(optimizer.step)(**kwargs)
+            result = engine.tensors.followed(optimizer.step)(**kwargs)
         if outer is not None and not _took_a_step(engine):
             tell_of_a_skipped_step(proxy)
         if engine.state.accumulated:
@@ -122,7 +122,7 @@ def flush(engine: Engine, proxy: Optimizer, op: str) -> None:
     if engine.settings.needs_closure:
         return
     refuse_unscaled(op, engine.settings.scaler, proxy, engine.optimizer)
-    parameters, enabled = engine.target.parameters(), torch.is_grad_enabled()
+    parameters, enabled = engine.tensors.parameters(), torch.is_grad_enabled()
     with torch.no_grad():
         if not engine.state.in_grad:
             part_from_others(op, engine, parameters)
@@ -140,7 +140,7 @@ def take_pending(
         new: only what no step has used.
     """
     settings, engine.thread = engine.settings, get_ident()
-    pending = fresh(parameters, engine.state.used, new=new)
+    pending = fresh(parameters, engine.state.consumed, new=new)
     if all(map(is_none, pending)):
         return
     engine.forget_evidence()
@@ -224,14 +224,14 @@ def stepping_at_once(engine: Engine, name: str, method: Callable[..., Any]) -> C
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         warn_of_another_step(engine, name)
-        parameters = engine.target.parameters()
+        parameters = engine.tensors.parameters()
         before, grads = versions(parameters), grads_of(parameters)
         value = method(*args, **kwargs)
         state = engine.state
         if state.in_grad and versions(parameters) != before:  # it has stepped
             made = list(map(is_, grads, state.window.sums))
-            used = state.used.after(grads_of(parameters), made)
-            engine.update(window=NO_WINDOW, used=used, accumulated=False)
+            used = state.consumed.after(grads_of(parameters), made)
+            engine.update(window=NO_WINDOW, consumed=used, accumulated=False)
         return value
 
     return call

@@ -210,7 +210,7 @@ def made(window: Window, index: int) -> tuple[Window, Tensor]:
 # A micro-batch
 
 
-def take_out(engine: Engine, parameters: Sequence[Tensor]) -> None:
+def move_out_of_grad(engine: Engine, parameters: Sequence[Tensor]) -> None:
     """Take the window out of `.grad`, where another micro-batch is to come."""
     state = engine.state
     window = state.window
@@ -242,14 +242,14 @@ def add_micro_batch(
 ) -> None:
     """Add one micro-batch to the window and empty `.grad`; after an exception neither. In no_grad.
 
-    Used-up gradients go, too: the window may have taken the same tensor from another parameter.
+    Consumed gradients go, too: the window may have taken the same tensor from another parameter.
     """
     if engine.settings.policy.raises:
         raise_nonfinite(engine, op, grads, weight, carried)
-    take_out(engine, parameters)
+    move_out_of_grad(engine, parameters)
     before, norms = engine.state, list[Tensor]()  # a norm says that the kernel has run
     with record_function("accumext::accumulate"):
-        here = engine.target.send(grads)()
+        here = engine.tensors.send(grads)()
         if engine.settings.policy.leaves_out:
             run = adding_if_finite(before.window, here, weight, scale)
         else:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from accumext.optimizer._grads import Used, grads_of
+from accumext.optimizer._grads import ConsumedGrads, grads_of
 from accumext.optimizer._ledger import Ledger
 from accumext.optimizer._report import WindowReport
 from accumext.tensors.kinds import Group, any_half, main_dtype
@@ -103,7 +103,7 @@ class State(NamedTuple):
     """Everything that changes from call to call."""
 
     window: Window = NO_WINDOW
-    used: Used = Used()  # what a step has used and left in `.grad`
+    consumed: ConsumedGrads = ConsumedGrads()  # what a step has used and left in `.grad`
     micro_batch: OpenMicroBatch | None = None  # inside micro_batch()
     sending: Any = None  # the sum over processes that the window is on its way into
     last: WindowReport | None = None
@@ -112,7 +112,9 @@ class State(NamedTuple):
     through_backward: bool = False  # the latest micro-batch came through `backward`
     saved: int = 0  # micro-batches of the window that are in a checkpoint, or another's
     other_pass: OtherPass | None = None  # that this optimizer has not taken
-    earlier_scale: tuple[Used, Scalar] | None = None  # of what lies in `.grad`, see `note_scale`
+    earlier_scale: tuple[ConsumedGrads, Scalar] | None = (
+        None  # of what lies in `.grad`, see `note_scale`
+    )
 
     @property
     def micro_batches(self) -> int:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from accumext.master_weights import Rounding
 from accumext.optimizer._engine import Engine
 from accumext.optimizer._gradient import Formed, InPlace, Measured, Sums, form, measure, to_host
-from accumext.optimizer._grads import grad_of, grads_of, present, put
+from accumext.optimizer._grads import grad_of, grads_of, present, set_grads
 from accumext.optimizer._ledger import Ledger, Quotient, step_factors
 from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
@@ -140,9 +140,9 @@ class _Around:
         self._engine, self._proxy, self._op, self._parameters = engine, proxy, op, parameters
         self._begun = begun  # what an update of the scaler takes
         self._stepped_on = parameters
-        if not engine.target.is_parameters:
-            engine.target.take_over()
-            self._stepped_on = engine.target.stepped_on()
+        if not engine.tensors.is_parameters:
+            engine.tensors.follow_parameters()
+            self._stepped_on = engine.tensors.stepped_on()
         self._before = list(map(grad_of, self._stepped_on))
         self._lent: Sequence[Tensor | None] = self._before
         self._watch, self._in_place = StepWatch(self._stepped_on), InPlace()
@@ -159,9 +159,9 @@ class _Around:
         formed, skip = plan.formed, plan.skip
         if formed.grads is not plan.sums.grads or not plan.sums.in_grad:  # else they lie there
             self._lent = formed.grads
-            put(stepped_on, self._lent)
-        if not engine.target.is_parameters:
-            self._watch.rounding = engine.target.rounding(0.0 if skip is None else skip)
+            set_grads(stepped_on, self._lent)
+        if not engine.tensors.is_parameters:
+            self._watch.rounding = engine.tensors.rounding(0.0 if skip is None else skip)
         if plan.fused:
             scale = None
             if on_device(formed.divisor) or formed.divisor != 1.0:
@@ -174,7 +174,7 @@ class _Around:
     @not_compiled
     def finish(self) -> None:
         """Close the window. May be called twice."""
-        engine, plan, used = self._engine, self.plan, self._engine.state.used
+        engine, plan, used = self._engine, self.plan, self._engine.state.consumed
         self._take_back()
         if self._watch.rounding is not None:
             self._watch.write()
@@ -182,7 +182,7 @@ class _Around:
             made = list(map(is_, self._before, plan.window.sums))
             used = used.after(grads_of(self._parameters), made)
         engine.update(
-            window=NO_WINDOW, used=used, last=_report(engine, self._parameters, plan),
+            window=NO_WINDOW, consumed=used, last=_report(engine, self._parameters, plan),
             stepped=True, accumulated=False,
         )  # fmt: skip
         self._closed = engine.state
@@ -201,7 +201,7 @@ class _Around:
             self.finish()
             return True
         self._take_back()
-        put(self._stepped_on, self._before)  # also what the step has taken away
+        set_grads(self._stepped_on, self._before)  # also what the step has taken away
         engine = self._engine
         engine.warned.add("full")  # which the window is, and another micro-batch may join it
         if self._in_place.done:
@@ -209,7 +209,7 @@ class _Around:
             between = versions(grads)
             self._in_place.undo()
             if engine.state.in_grad:
-                engine.update(used=engine.state.used.after_writes(grads, between))
+                engine.update(consumed=engine.state.consumed.after_writes(grads, between))
         if engine.state.in_grad and not engine.state.window.sums:  # the user's own, as before
             engine.update(window=NO_WINDOW)
         return False
