@@ -448,8 +448,8 @@ def sums_gradients(root: nn.Module) -> bool:
     return any(group.gradient_divide_factor == 1.0 for group in groups)
 
 
-# The phases of such a state, by name. In the third one FSDP's hooks around a forward only cast:
-# the weights are there, and gradients are reduced later.
+# The phases of such a state, by name. In the third one FSDP's hooks around a forward only cast, or
+# with torch 2.10 do nothing: the weights are there, and gradients are reduced later.
 IDLE_PHASE, FORWARD_PHASE, REPLAY_PHASE = "IDLE", "FORWARD", "PRE_BACKWARD"
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 ALLOWED = 2.0
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out

@@ -12,9 +12,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accumext
+from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory, _plan
 from accumext.decoder._plan import HeadRows, Plan, backward_steps, fill_budget, keeps_graph
-from accumext.demo.memory import peak_memory
 from accumext.recurrence import Dtypes, rnn_weights_of
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out

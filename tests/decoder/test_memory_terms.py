@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import accumext
+from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory
 from accumext.decoder._memory import Call
-from accumext.demo.memory import peak_memory
 from accumext.recurrence import Truncation
 
 # Of the measured peak: vectors of a number per row. PyTorch's own kernels have temporaries of their

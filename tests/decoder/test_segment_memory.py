@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accumext
+from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory, _plan
-from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak
 BATCH, SIZE, VOCABULARY = 16, 64, 100

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 from torch.nn.utils.parametrize import cached
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 EXACT = 1e-12  # relative, float64: two orders of summation
 

@@ -12,7 +12,7 @@ from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 from accumext.optimizer import _collecting
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
