@@ -39,7 +39,6 @@ from accumext.optimizer._sums import (
     add_micro_batch,
     adding,
     adopt,
-    count_in,
     enlarge_base,
     is_plain,
     move_out_of_grad,
@@ -139,7 +138,8 @@ def run_backward(
     scale = _ONE
     if settings.scaler is not None:
         scale = scale_for(op, settings.scaler, loss, proxy, engine.optimizer)
-    engine.reducer.begin(op, engine)
+    if engine.reducer.base_weight is not None:
+        engine.reducer.begin(op, engine)
     if inside is not None:
         _check_weight_inside(op, inside, call.weight)
     stays = settings.window == 1 and inside is None and engine.keeps_in_grad
@@ -152,7 +152,8 @@ def run_backward(
     first = inside is None or inside.weight is None  # pass of its micro-batch
     if first and window.ledger.micro_batches >= settings.window:
         warn_of_a_full_window(engine)
-    engine.forget_evidence()
+    if state.last is not None:
+        state.last.evidence = None
     if state.other_pass is not None:
         engine.update(other_pass=None)
     parameters = list(chain.from_iterable(map(params_of, engine.optimizer.param_groups)))
@@ -281,7 +282,8 @@ def _into_sums(
             base = engine.reducer.base_weight
             if weight is not window.ledger.base_weight and base is None:
                 window = enlarge_base(window, weight)
-            window, ratio = count_in(window, weight, scale, base)
+            ledger, ratio = window.ledger.with_micro_batch(weight, scale, base)
+            window = window._replace(ledger=ledger, norm=None)
             if inside is not None:
                 inside = inside._replace(weight=weight, ratio=ratio)
         window = _run_pass(engine, op, window, call, ratio, pending, sending)
@@ -318,12 +320,14 @@ def _run_pass(
     factor = ratio * base_scale
     if sending is not None or not window.autograd_adds:
         return Collecting(engine, op, window, sending).run(partial(call.run, engine), factor)
-    set_grads(parameters, window.sums)
+    for parameter, main in zip(parameters, window.sums):
+        parameter.grad = main
     call.run(engine, factor, _plain_grad)
     grads = list(map(grad_of, parameters))
     if window.norm is not None or not all(map(is_, grads, window.sums)):
         window = adopt(window, grads)
-    clear_grads(parameters)
+    for parameter in parameters:
+        parameter.grad = None
     return window
 
 

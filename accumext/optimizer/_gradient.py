@@ -40,7 +40,7 @@ class InPlace:
         self._factor: Scalar = 1.0
 
     def multiply(self, tensors: Sequence[Tensor], factor: Scalar, one_call: bool) -> None:
-        """Multiply; the kernel and word of it are one, as signals see it."""
+        """Multiply, and note it in the same moment."""
         self._tensors, self._factor = tensors, factor
         if one_call and not isinstance(factor, Tensor):
             torch.autograd.graph.increment_version(tensors)

@@ -73,18 +73,16 @@ def run_step(
             parameters = engine.tensors.parameters()
             go_on = partial(close_window, engine, proxy, op, parameters, kwargs)
             return step_with_closure(engine, op, closure, kwargs, go_on)
-        outer = value = result = None
-        if "found_inf" in vars(proxy):  # a GradScaler is calling
-            if not engine.tensors.is_parameters:
-                refuse_outer_scale(op, "masters, whose gradients it cannot see")
-            outer = outer_scale(op, proxy, settings.scaler, engine.state.accumulated)
+        value = result = None
+        outer = _outer_scale(engine, proxy, op) if "found_inf" in vars(proxy) else None
         if closure is not None:
             with torch.enable_grad():
                 value = closure()
         parameters = list(chain.from_iterable(map(params_of, optimizer.param_groups)))
         if not engine.tensors.is_parameters:
             parameters = engine.tensors.parameters()
-        pending = not (engine.state.in_grad or all(map(is_none, map(grad_of, parameters))))
+        in_grad = engine.state.window.phase is Phase.IN_GRAD
+        pending = not (in_grad or all(map(is_none, map(grad_of, parameters))))
         if pending and (GONE or len(LEAVING) > engine.leaves):
             pending = own_is_pending(op, engine, parameters)
         if engine.state.other_pass is not None:
@@ -113,6 +111,13 @@ def run_step(
         raise
     finally:
         set_grad_enabled(enabled)
+
+
+def _outer_scale(engine: Engine, proxy: Optimizer, op: str) -> OuterScale:
+    """Return what the GradScaler that is calling has set on the optimizer."""
+    if not engine.tensors.is_parameters:
+        refuse_outer_scale(op, "masters, whose gradients it cannot see")
+    return outer_scale(op, proxy, engine.settings.scaler, engine.state.accumulated)
 
 
 def flush(engine: Engine, proxy: Optimizer, op: str) -> None:

@@ -21,7 +21,7 @@ from accumext.optimizer._scaler import update
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import any_dtensor, nonfinite, versions
-from accumext.tensors.scalars import Scalar, as_tensor, equals, on_device
+from accumext.tensors.scalars import Scalar, as_tensor, equals
 from accumext.tensors.torch_private import (
     STEP_POST_HOOKS,
     TAKES_SCALE,
@@ -159,12 +159,13 @@ class _Around:
         formed, skip = plan.formed, plan.skip
         if formed.grads is not plan.sums.grads or not plan.sums.in_grad:  # else they lie there
             self._lent = formed.grads
-            set_grads(stepped_on, self._lent)
+            for parameter, grad in zip(stepped_on, self._lent, strict=True):
+                parameter.grad = grad
         if not engine.tensors.is_parameters:
             self._watch.rounding = engine.tensors.rounding(0.0 if skip is None else skip)
         if plan.fused:
             scale = None
-            if on_device(formed.divisor) or formed.divisor != 1.0:
+            if isinstance(formed.divisor, Tensor) or formed.divisor != 1.0:
                 scale = as_tensor(formed.divisor, torch.float32, plan.sums.device)
             found = None if skip is None else as_tensor(skip, torch.float32, plan.sums.device)
             vars(optimizer).update(grad_scale=scale, found_inf=found)
@@ -186,7 +187,8 @@ class _Around:
             stepped=True, accumulated=False,
         )  # fmt: skip
         self._closed = engine.state
-        engine.reducer.closed()
+        if engine.reducer.base_weight is not None:
+            engine.reducer.closed()
         if engine.settings.scaler is not None:
             update(
                 engine.settings.scaler, self._begun, self._proxy, plan.found_inf, plan.sums.device
