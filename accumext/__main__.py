@@ -6,19 +6,41 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import torch
 
 import accumext
-from accumext import demo
-from accumext.auditing import cli as audit
-from accumext.backends import _doctor
 
 INTERRUPTED, CLOSED_PIPE = 130, 141  # exit codes after SIGINT and SIGPIPE, as shells have them
+COMMANDS = {
+    "doctor": "which kernels are in use, why, how to get better ones; self-test",
+    "demo": "train a decoder on real text, beside plain PyTorch",
+    "audit": "run a training script, and say what its loop does wrongly",
+}
+
+
+def module_of(command: str) -> Any:
+    """Import what a command needs, and no other one does."""
+    if command == "doctor":
+        from accumext.backends import _doctor
+
+        return _doctor
+    if command == "audit":
+        from accumext.auditing import cli
+
+        return cli
+    package = Path(__file__).parent
+    if not (package / "demo").is_dir():  # a checkout, where it is one of the examples
+        accumext.__path__.append(str(package.parent / "examples"))
+    return import_module("accumext.demo")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m accumext", description=accumext.__doc__)
     parser.add_argument(
         "--version",
@@ -27,14 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.set_defaults(run=None)
     commands = parser.add_subparsers(title="commands", metavar="command")
-    for name, module, summary in (
-        ("doctor", _doctor, "which kernels are in use, why, how to get better ones; self-test"),
-        ("demo", demo, "train a decoder on real text, beside plain PyTorch"),
-        ("audit", audit, "run a training script, and say what its loop does wrongly"),
-    ):
+    for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        module.add_arguments(command)
-        command.set_defaults(run=module.main)
+        if [*argv[:1]] == [name]:  # options before a command print something and end the program
+            module = module_of(name)
+            module.add_arguments(command)
+            command.set_defaults(run=module.main)
     args = parser.parse_args(argv)
     if args.run is None:
         parser.print_help()

@@ -1,4 +1,4 @@
-"""The report of the decoder's benchmark: a table per case, figures against targets, and JSON."""
+"""The report of the decoder's benchmark: a table per case, figures against targets, and rows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from _decoders import OURS, PLAIN, Shape
-from _decoding import Case, Result
+from _decoding import Result
 from _report import interval
-from _timing import Spread
+from _timing import Spread, rounded
 
 MIB = 2**20
 
@@ -118,31 +118,29 @@ def table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def as_json(result: Result) -> dict[str, Any]:
-    """A result with all its samples."""
-    case: Case = result.case
+def contender_rows(result: Result) -> list[dict[str, Any]]:
+    """A row for each contender of a case; what is not known is left out."""
+    shape = result.case.shape
+    about = {"case": str(result.case), **shape._asdict()}
     rows: dict[str, dict[str, Any]] = {name: {} for name in [*result.checked, *result.seconds]}
     for name, checked in result.checked.items():
         rows[name] |= checked._asdict()
     for name, seconds in result.seconds.items():
-        ratio = result.ratio(name, PLAIN)
+        host = result.host_spread(name)
+        faster, ours_faster = result.ratio(name, PLAIN), result.ratio(OURS, name)
         rows[name] |= {
-            "seconds": seconds,  # by repetition; null where this contender took no turn
-            "host_seconds": result.host_seconds[name],  # null on a CPU, too
-            "spread": result.spread(name)._asdict(),
-            "tokens_per_second": result.tokens_per_second(name),
-            "times_faster": ratio._asdict() if ratio else None,
+            "runs": sum(taken is not None for taken in seconds),
+            "seconds": rounded(result.spread(name)),
+            "host_seconds": rounded(host) if host else None,
+            "times_faster": rounded(faster) if faster else None,  # than plain autograd
+            "accumext_times_faster": rounded(ours_faster) if ours_faster else None,
         }
-    return {
-        "case": str(case),
-        **case.shape._asdict(),
-        "cell": case.cell,
-        "dtype": str(case.dtype).removeprefix("torch."),
-        "states_bytes": states_bytes(case.shape),
-        "baseline": PLAIN,
-        "left_out": result.left_out,
-        "contenders": rows,
-    }
+    for name, why in result.left_out.items():
+        rows.setdefault(name, {})["left_out"] = why
+    return [
+        {k: v for k, v in (about | {"contender": name} | row).items() if v is not None}
+        for name, row in rows.items()
+    ]
 
 
 def _timed(name: str, result: Result) -> str:

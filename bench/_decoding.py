@@ -36,7 +36,7 @@ from _facts import free_bytes, synchronisations
 from _timing import Clock, Spread, spread
 from torch import Tensor
 
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 IN_DOUBLE = 2 * 10**7  # logits; up to here, exact gradients are computed in float64
 
@@ -87,6 +87,10 @@ class Result(NamedTuple):
     def spread(self, name: str) -> Spread:
         return spread([taken for taken in self.seconds[name] if taken is not None])
 
+    def host_spread(self, name: str) -> Spread | None:
+        known = [taken for taken in self.host_seconds[name] if taken is not None]
+        return spread(known) if len(known) > 1 else None
+
     def ratio(self, name: str, against: str) -> Spread | None:
         """Return how many times faster `name` is, over the repetitions in which both ran."""
         if name not in self.seconds or against not in self.seconds:
@@ -96,7 +100,7 @@ class Result(NamedTuple):
             for mine, theirs in zip(self.seconds[name], self.seconds[against])
             if mine is not None and theirs is not None
         ]
-        return spread(both) if both else None
+        return spread(both) if len(both) > 1 else None
 
     def tokens_per_second(self, name: str) -> float:
         return self.case.shape.tokens / self.spread(name).median

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from _gradient_jobs import Gradients
+from _results import command
 from _timing import Shape
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -22,6 +23,7 @@ import accumext
 def machine(device: torch.device) -> dict[str, Any]:
     """Return the facts that the times depend on."""
     facts: dict[str, Any] = {
+        "command": command(),
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),

@@ -47,12 +47,12 @@ SETTINGS = {
 }
 
 
-def plot(stem: Path, cases: Sequence[dict[str, Any]]) -> None:
-    """STEM_light.svg and STEM_dark.svg, of the cases in a JSON of bench/memory.py."""
+def plot(stem: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """STEM_light.svg and STEM_dark.svg, of the rows in a JSON of bench/memory.py."""
     for name, theme in THEMES.items():
         with plt.rc_context(SETTINGS):
             figure, axes = plt.subplots(layout="constrained")
-            _lines(axes, cases, theme)
+            _lines(axes, rows, theme)
             _scales(axes, theme)
             figure.savefig(
                 stem.with_name(f"{stem.name}_{name}.svg"),
@@ -62,12 +62,12 @@ def plot(stem: Path, cases: Sequence[dict[str, Any]]) -> None:
             plt.close(figure)
 
 
-def _lines(axes: Axes, cases: Sequence[dict[str, Any]], theme: Theme) -> None:
+def _lines(axes: Axes, rows: Sequence[dict[str, Any]], theme: Theme) -> None:
     """A line for each way, and a legend with its largest value."""
     for name, line in LINES.items():
-        found = [case for case in cases if name in case["contenders"]]  # the others did not fit
-        steps = [case["steps"] for case in found]
-        peaks = [case["contenders"][name]["peak_bytes"] / MIB for case in found]
+        found = [row for row in rows if row["contender"] == name and "peak_bytes" in row]
+        steps = [row["steps"] for row in found]
+        peaks = [row["peak_bytes"] / MIB for row in found]
         if found:
             label = f"{LABELS[name]}: {_memory(max(peaks))}"
             label += " at most" * (max(peaks) > peaks[-1])

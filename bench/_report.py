@@ -1,14 +1,13 @@
-"""The report of a benchmark: a table per job, figures against targets, the machine, and JSON."""
+"""The report of a benchmark: a table per job, figures against targets, and rows."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _timing import Result, Spread
+from _results import write
+from _timing import Result, Spread, rounded
 
 # Values of a figure's `against` besides a contender: the least time for the bytes that have to
 # move, the bytes per second of torch.copy_, and the device's time itself, with at most `target`.
@@ -114,33 +113,30 @@ def figure_lines(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def as_json(result: Result) -> dict[str, Any]:
-    """A result with all its samples."""
-    rows = {
-        name: {
-            "read_bytes_per_element": traffic.read,
-            "update_bytes_per_element": traffic.update,
-            "copy_read_bytes_per_element": traffic.copy_read,
-            "copy_written_bytes_per_element": traffic.copy_written,
-            "seconds": result.seconds[name],
-            "median_seconds": result.spread(name).median,
-            "host_seconds": result.host_seconds[name],  # null: not known
-            "median_host_seconds": host.median if (host := result.host_spread(name)) else None,
-            "bytes_per_second": result.rate(name),
-            "share_of_limit": share.median if (share := result.share(name)) else None,
-            "share_of_copy": share.median if (share := result.share_of_copy(name)) else None,
-            "times_faster": result.ratio(name, result.baseline).median,
+def contender_rows(result: Result) -> list[dict[str, Any]]:
+    """A row for each contender of a result; what is not known is left out."""
+    first, shape = result.baseline, result.shape
+    rows = []
+    for name, traffic in result.traffic.items():
+        share, of_copy = result.share(name), result.share_of_copy(name)
+        host = result.host_spread(name)
+        row = {
+            "job": result.job,
+            "elements": shape.elements,
+            "tensors": shape.tensors,
+            "contender": name,
+            "bytes_per_element": str(traffic),
+            "runs": len(result.seconds[name]),
+            "seconds": rounded(result.spread(name)),
+            "times_faster": rounded(result.ratio(name, first)),  # than the first contender
+            "time_over_first": rounded(result.ratio(first, name)),
+            "host_seconds": rounded(host) if host else None,
+            "share_of_limit": rounded(share) if share else None,
+            "share_of_copy": rounded(of_copy) if of_copy else None,
             "sets_of_gradients": result.sets.get(name),  # at the highest point of a run
         }
-        for name, traffic in result.traffic.items()
-    }
-    return {
-        "job": result.job,
-        **result.shape._asdict(),
-        "baseline": result.baseline,
-        "limits": [limit._asdict() for limit in result.limits],  # bytes per second, by repetition
-        "contenders": rows,
-    }
+        rows.append({key: value for key, value in row.items() if value is not None})
+    return rows
 
 
 def write_json(
@@ -150,27 +146,8 @@ def write_json(
     figures: Sequence[dict[str, Any]],
     failed: dict[str, str],
 ) -> None:
-    jobs = [as_json(result) for result in results]
-    write(path, {"machine": facts, "jobs": jobs, "figures": figures, "failed": failed})
-
-
-def write(path: Path | None, content: dict[str, Any]) -> None:
-    """Replaces the file as a whole: who is cut off leaves what was there before."""
-    if path is None:
-        return
-    beside = path.with_name(f"{path.name}.part")
-    beside.write_text(as_text(content), encoding="utf-8")
-    beside.replace(path)
-
-
-def as_text(content: dict[str, Any]) -> str:
-    """JSON with a line for each entry, and one for a whole list of numbers."""
-    text = json.dumps(content, indent=1, allow_nan=False)
-    return re.sub(r"\[\n[^\[\]{}]*?\]", _on_one_line, text) + "\n"
-
-
-def _on_one_line(found: re.Match[str]) -> str:
-    return re.sub(r"\n\s*", " ", found[0]).replace("[ ", "[", 1).removesuffix(" ]") + "]"
+    rows = [row for result in results for row in contender_rows(result)]
+    write(path, {"machine": facts, "rows": rows, "figures": figures, "failed": failed})
 
 
 def interval(values: Spread, unit: float = 1.0, digits: int = 2) -> str:

@@ -208,6 +208,11 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
 
 
+def rounded(values: Spread) -> list[float]:
+    """Quartiles and median as results have them, with more digits than any table."""
+    return [float(f"{value:.7g}") for value in values]
+
+
 def clock(device: torch.device, ahead: bool = True) -> Clock:
     """Return a clock of one call; on a GPU with nothing left in its cache.
 

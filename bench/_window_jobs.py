@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW, Optimizer
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 TRANSFORMER = "transformer"
 LAYER = 12, 789_760  # tensors and elements of a layer of _transformer

@@ -185,7 +185,7 @@ def arguments() -> argparse.Namespace:
     lines = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(description=lines[0])
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="every sample, written after every job"
+        "--json", type=Path, metavar="FILE", help="medians and quartiles, written after every job"
     )
     parser.add_argument(
         "--device",

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from _facts import machine
-from _report import write
+from _results import write
 from torch import nn
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 MICRO_BATCHES, CLASSES = 4, 1000
 

@@ -8,6 +8,7 @@ A reader who follows a call opens a file at each change, and a small model pays 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
 from collections.abc import Callable
@@ -26,9 +27,15 @@ PACKAGE = str(Path(accumext.__file__).parent)
 
 
 class Trace(NamedTuple):
-    """The Python functions of the package that ran, in order: (file, function)."""
+    """The Python functions of the package that ran, in order: (file, function).
+
+    Attributes:
+        calls: those functions.
+        native: the number of C functions, torch's among them, that their own lines called.
+    """
 
     calls: list[tuple[str, str]]
+    native: int
 
     @property
     def changes(self) -> int:
@@ -39,11 +46,15 @@ class Trace(NamedTuple):
 
 def traced(function: Callable[[], Any]) -> Trace:
     """Run a function and trace it."""
-    calls = []
+    calls, native = [], 0
 
     def profile(frame: FrameType, event: str, _: object) -> None:
+        nonlocal native
         file = frame.f_code.co_filename
-        if event == "call" and file.startswith(PACKAGE):
+        if not file.startswith(PACKAGE):
+            return
+        native += event == "c_call"
+        if event == "call":
             calls.append((os.path.relpath(file, PACKAGE), frame.f_code.co_name))
 
     sys.setprofile(profile)
@@ -51,7 +62,7 @@ def traced(function: Callable[[], Any]) -> Trace:
         function()
     finally:
         sys.setprofile(None)
-    return Trace(calls)
+    return Trace(calls, native)
 
 
 def window_step() -> Trace:
@@ -81,8 +92,15 @@ def through_backward(opt: accumext.AccumulatingOptimizer, loss: Tensor) -> None:
     opt.step()
 
 
-def window_of(count: int, step: Callable[..., Any], **settings: Any) -> list[int]:
-    """Count the calls of every micro-batch of one window, with this many parameters.
+def in_a_micro_batch(opt: accumext.AccumulatingOptimizer, loss: Tensor) -> None:
+    """One micro-batch, whose passes stand in a block."""
+    with opt.micro_batch():
+        opt.backward(loss)
+    opt.step()
+
+
+def window_of(count: int, step: Callable[..., Any], **settings: Any) -> list[Trace]:
+    """Trace every micro-batch of one window, with this many parameters.
 
     Args:
         count: parameters, of 10 elements each.
@@ -94,9 +112,9 @@ def window_of(count: int, step: Callable[..., Any], **settings: Any) -> list[int
     adam = torch.optim.AdamW(masters := accumext.masters(parameters))
     opt = accumext.AccumulatingOptimizer(adam, masters=masters, **settings)
 
-    def micro_batch() -> int:
+    def micro_batch() -> Trace:
         loss = torch.stack(list(map(torch.sum, parameters))).float().sum()
-        return len(traced(lambda: step(opt, loss)).calls)
+        return traced(lambda: step(opt, loss))
 
     for _ in range(3 * opt.window):  # the first windows are watched for mistakes
         micro_batch()
@@ -132,9 +150,14 @@ def main() -> None:
         print(f"{name}: {len(trace.calls)} calls, {trace.changes} changes of file")
         for file, function in trace.calls if args.trace else ():
             print(f"    {file}: {function}")
-    for window in (1, 4):
-        seen = window_of(300, through_backward, window=window, max_norm=1.0)
-        print(f"a window of {window} with a clip, 300 parameters: {seen} calls by micro-batch")
+    for step, window in itertools.product((through_backward, in_a_micro_batch), (1, 4)):
+        few, many = (window_of(count, step, window=window, max_norm=1.0) for count in (4, 300))
+        print(
+            f"{step.__name__}, a window of {window} with a clip, by micro-batch:"
+            f" {[len(trace.calls) for trace in many]} calls;"
+            f" of C, with 4 parameters {[trace.native for trace in few]},"
+            f" with 300 {[trace.native for trace in many]}"
+        )
 
 
 if __name__ == "__main__":

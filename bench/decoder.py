@@ -41,7 +41,7 @@ from typing import Any
 
 import _head_peers
 import torch
-from _decoder_report import Faster, Growth, Smaller, Waits, as_json, table
+from _decoder_report import Faster, Growth, Smaller, Waits, contender_rows, table
 from _decoders import (
     CELLS,
     CHECKPOINT,
@@ -57,7 +57,8 @@ from _decoders import (
 from _decoding import Bench, Case, Paces, Patience, Result
 from _facts import machine
 from _head_peers import TORCH
-from _report import figure_lines, write
+from _report import figure_lines
+from _results import write
 from _timing import clock
 
 # Roles, by which the figures know shapes.
@@ -160,12 +161,13 @@ def main() -> int:
             else:
                 results.append(result)
                 print(table(result), flush=True)
-        rows = figures(args, device, results)
-        content = {"cases": [as_json(r) for r in results], "figures": rows, "failed": failed}
-        write(args.json, {"machine": facts, **content})
+        promised = figures(args, device, results)
+        rows = [row for result in results for row in contender_rows(result)]
+        content = {"machine": facts, "rows": rows, "figures": promised, "failed": failed}
+        write(args.json, content)
 
-    if rows:
-        print(figure_lines(rows))
+    if promised:
+        print(figure_lines(promised))
     print("", *(f"{name}: {fact}" for name, fact in facts.items()), sep="\n")
     if args.plot is not None:
         from _decoder_plot import plot  # matplotlib is not needed otherwise
@@ -221,7 +223,7 @@ def arguments() -> argparse.Namespace:
     lines = (__doc__ or "").splitlines()
     parser = argparse.ArgumentParser(description=lines[0])
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="every sample, written after every case"
+        "--json", type=Path, metavar="FILE", help="medians and quartiles, written after every case"
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and memory (PNG)")
     parser.add_argument(

@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from _decoding import distance
 from _facts import free_bytes, machine
 from _long_run import WINDOW, living_tensors, train
-from _report import write
+from _results import write
 from torch import Tensor, nn
 
 import accumext
-from accumext.demo.memory import peak_memory, process_peak
+from accumext._peak_memory import peak_memory
 
 Checks = Iterator[str]  # what has been checked, sentence by sentence; AssertionError if it differs
 
@@ -316,8 +316,18 @@ def examine(name: str, quick: bool) -> dict[str, Any]:
         "checked": checked,
         "difference": difference,
         "seconds": time.perf_counter() - start,
-        "peak_bytes": process_peak(CPU),
+        "peak_bytes": process_peak(),
     }
+
+
+def process_peak() -> int | None:
+    """Return the most bytes that this process has had in memory; None on Windows."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def main() -> int:

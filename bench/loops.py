@@ -40,12 +40,13 @@ import torch
 import torch.nn.functional as F
 from _decoding import distance
 from _facts import machine
-from _report import figure_lines, interval, write
-from _timing import Clock, Spread, clock, spread
+from _report import figure_lines, interval
+from _results import write
+from _timing import Clock, Spread, clock, rounded, spread
 from torch import Tensor, nn
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 OURS = "accumext"
 TOLERANCE = 1e-4  # relative, of float32
@@ -375,7 +376,7 @@ def table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def rows_of(result: Result) -> list[dict[str, Any]]:
+def figures_of(result: Result) -> list[dict[str, Any]]:
     """Figures as _report prints them."""
     rows = []
     for against, target in result.job.figures:
@@ -385,6 +386,23 @@ def rows_of(result: Result) -> list[dict[str, Any]]:
             {"figure": text, "target": round(target, 3), "measured": median, "quartiles": [q1, q3]}
         )
     return rows
+
+
+def contender_rows(result: Result) -> list[dict[str, Any]]:
+    """A row for each way of a job."""
+    first, *_ = result.seconds
+    return [
+        {
+            "job": result.job.name,
+            "contender": name,
+            "runs": len(samples),
+            "seconds": rounded(spread(samples)),
+            "times_faster": rounded(result.ratio(name, first)),  # than the first way
+            "time_over_first": rounded(result.ratio(first, name)),
+            "peak_bytes": result.peak_bytes[name],
+        }
+        for name, samples in result.seconds.items()
+    ]
 
 
 JOBS = {
@@ -402,7 +420,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("jobs", nargs="*", choices=[[], *JOBS], help="which; else the shorter ones")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch; as many as it chooses")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every sample, after every job")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every job")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
@@ -417,18 +435,16 @@ def main() -> int:
     facts, seconds_of = machine(device), clock(device, ahead=False)
     torch.manual_seed(0)
     rows: list[dict[str, Any]] = []
-    jobs = []
+    figures: list[dict[str, Any]] = []
     for name in args.jobs or [name for name in JOBS if name not in ASKED_FOR]:
         for job in JOBS[name](device, args.quick):
             repetitions = 2 if args.quick else job.repetitions
             result = measure(job, device, seconds_of, repetitions)
             print(table(result), flush=True)
-            rows += rows_of(result)
-            jobs.append(
-                {"job": job.name, "seconds": result.seconds, "peak_bytes": result.peak_bytes}
-            )
-            write(args.json, {"machine": facts, "jobs": jobs, "figures": rows})
-    print(figure_lines(rows))
+            rows += contender_rows(result)
+            figures += figures_of(result)
+            write(args.json, {"machine": facts, "rows": rows, "figures": figures})
+    print(figure_lines(figures))
     return 0
 
 

@@ -31,11 +31,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _decoder_report import MIB, as_json
+from _decoder_report import MIB, contender_rows
 from _decoders import OURS, PER_TOKEN, PLAIN, Shape
-from _decoding import Case
+from _decoding import Case, Result
 from _facts import machine
-from _report import write
+from _results import write
 from decoder import DEFAULT, measure
 
 WAYS = PLAIN, PER_TOKEN, OURS
@@ -50,14 +50,14 @@ def main() -> int:
     if args.plot is not None:
         from _memory_plot import plot  # matplotlib is not needed otherwise
 
-        plot(args.plot, content["cases"])
+        plot(args.plot, content["rows"])
     return 1 if content["failed"] else 0
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Measure and return the content of --json."""
     device = torch.device(args.device)
-    content: dict[str, Any] = {"machine": machine(device), "cases": [], "failed": {}}
+    content: dict[str, Any] = {"machine": machine(device), "rows": [], "failed": {}}
     print(f"peak MiB over parameters and gradients\n{'':32}", *(f"{name:>30}" for name in WAYS))
     for case in cases(args.quick):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
@@ -68,8 +68,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 content["failed"][str(case)] = f"{type(error).__name__}: {error}"
                 print(f"{case}: {error}", file=sys.stderr, flush=True)
             else:
-                content["cases"].append(as_json(result))
-                print(row(content["cases"][-1]), flush=True)
+                content["rows"] += contender_rows(result)
+                print(line(result), flush=True)
         write(args.json, content)
     print("", *(f"{name}: {fact}" for name, fact in content["machine"].items()), sep="\n")
     return content
@@ -86,15 +86,14 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-def row(case: dict[str, Any]) -> str:
+def line(result: Result) -> str:
     """The peaks of one T."""
-    shape = Shape(*(case[field] for field in Shape._fields))
-    found, left_out = case["contenders"], case["left_out"]
+    found, left_out = result.checked, result.left_out
     peaks = (
-        f"{found[name]['peak_bytes'] / MIB:.2f}" if name in found else left_out.get(name, "")
+        f"{found[name].peak_bytes / MIB:.2f}" if name in found else left_out.get(name, "")
         for name in WAYS
     )
-    return " ".join([f"{shape!s:32}", *(f"{peak:>30}" for peak in peaks)])
+    return " ".join([f"{result.case.shape!s:32}", *(f"{peak:>30}" for peak in peaks)])
 
 
 def arguments() -> argparse.Namespace:

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 import torch
 from _facts import machine
 from _foreign_optimizers import Kind, batches, evaluated, kinds, loss_of, made, optimizer_of
-from _report import write
+from _results import write
 from torch import Tensor, nn
 
 import accumext

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from _facts import machine
-from _report import write
+from _results import write
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "programs"
 # A title, where a program compares several things, and the two lines below it.
@@ -40,6 +42,14 @@ def comparisons(printed: str) -> dict[str, dict[str, float]]:
     }
 
 
+def summary(runs: Sequence[dict[str, dict[str, float]]], title: str) -> dict[str, Any]:
+    """The medians of the runs, and the range of their ratios."""
+    columns = {key: [run[title][key] for run in runs] for key in runs[0][title]}
+    times = [a / b for a, b in zip(columns["plain PyTorch, s"], columns["accumext, s"])]
+    medians = {key: statistics.median(values) for key, values in columns.items()}
+    return medians | {"runs": len(runs), "times as fast": [min(times), max(times)]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -60,9 +70,8 @@ def main() -> None:
             if not runs[-1]:
                 sys.exit(f"{path.name} has printed no comparison:\n{done.stdout}")
         for title in runs[0]:
-            entry = {"program": path.stem, "title": title, "runs": [run[title] for run in runs]}
-            programs.append(entry)
-            print(path.stem, title, *entry["runs"], sep="\n  ", flush=True)
+            programs.append({"program": path.stem, "title": title, **summary(runs, title)})
+            print(programs[-1], flush=True)
     write(args.json, {"machine": machine(torch.device("cpu")), "programs": programs})
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import _trainers
 from _report import interval
-from _timing import Spread, spread
+from _timing import Spread
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -60,20 +60,14 @@ def figure(name: str, text: str) -> dict[str, Any]:
     return one(result(name)["figures"], figure=text)
 
 
-def case(name: str, role: str) -> dict[str, Any]:
-    """The decoder's case of a role."""
-    return one(result(name)["cases"], role=role)
+def contenders(name: str, **known: str) -> dict[str, dict[str, Any]]:
+    """The rows with these values, by their contenders."""
+    return {row["contender"]: row for row in result(name)["rows"] if known.items() <= row.items()}
 
 
-def ratio(seconds: dict[str, list[float | None]], mine: str, other: str) -> Spread | None:
-    """How many times as fast, in the repetitions in which both ran; None where one did not."""
-    pairs = zip(seconds.get(mine, ()), seconds.get(other, ()))
-    shared = [b / a for a, b in pairs if a is not None and b is not None]
-    return spread(shared) if shared else None
-
-
-def times_as_fast(entry: dict[str, Any], mine: str, other: str) -> Spread | None:
-    return ratio({n: row.get("seconds", ()) for n, row in entry["contenders"].items()}, mine, other)
+def median(row: dict[str, Any], quantity: str = "seconds") -> float:
+    """The middle one of three quartiles."""
+    return Spread(*row[quantity]).median
 
 
 def span(values: Sequence[float], digits: int = 1) -> str:
@@ -110,17 +104,17 @@ def markdown(*rows: Sequence[str]) -> Lines:
 
 def by_role(head: str, rows: dict[str, Callable[[str], str]]) -> Lines:
     """A column for each of the decoder's shapes; a row says what its cell is."""
-    cases = [case(AVX2, role) for role in ROLES]
+    cases = [contenders(AVX2, role=role)[OURS] for role in ROLES]
     sizes = (f"T={found['steps']}, B={found['batch']}, H={found['size']}" for found in cases)
     return markdown((head, *sizes), *((label, *map(of, ROLES)) for label, of in rows.items()))
 
 
-def decoder_ratios(rows: dict[str, tuple[str, str, tuple[str, ...]]]) -> Lines:
-    """Medians, of a contender beside another."""
+def decoder_ratios(rows: dict[str, tuple[str, tuple[str, ...]]]) -> Lines:
+    """Medians, of accumext beside another contender."""
 
-    def cell(mine: str, other: str, runs: tuple[str, ...], role: str) -> str:
-        found = [times_as_fast(case(run, role), mine, other) for run in runs]
-        return " / ".join("" if ratio is None else f"{ratio.median:.1f}" for ratio in found)
+    def cell(other: str, runs: tuple[str, ...], role: str) -> str:
+        found = [contenders(run, role=role)[other] for run in runs]
+        return " / ".join(f"{median(row, 'accumext_times_faster'):.1f}" for row in found)
 
     return by_role("times as fast as", {label: partial(cell, *row) for label, row in rows.items()})
 
@@ -136,7 +130,7 @@ def decoder_times() -> Lines:
     }
 
     def time(name: str, role: str) -> str:
-        return interval(Spread(**case(AVX512, role)["contenders"][name]["spread"]), 1e3, 0)
+        return interval(Spread(*contenders(AVX512, role=role)[name]["seconds"]), 1e3, 0)
 
     times = {label: partial(time, name) for name, label in names.items()}
     return by_role("ms", times)
@@ -146,14 +140,13 @@ def decoder_by_shape() -> Lines:
     """Medians in ms where the heap is kept; before those with two threads, those by default."""
 
     def medians(source: str) -> dict[str, dict[str, str]]:
-        shape = "steps", "batch", "size", "vocabulary"
-        return {
-            ", ".join(f"{entry[name]:,}" for name in shape): {
-                name: f"{1e3 * way['spread']['median']:,.0f}"
-                for name, way in entry["contenders"].items()
-            }
-            for entry in result(source)["cases"]
-        }
+        found: dict[str, dict[str, str]] = {}
+        for row in result(source)["rows"]:
+            shape = ", ".join(f"{row[n]:,}" for n in ("steps", "batch", "size", "vocabulary"))
+            if "seconds" in row:
+                ways = found.setdefault(shape, {})
+                ways[row["contender"]] = f"{1e3 * median(row):,.0f}"
+        return found
 
     rows, fresh = [], medians(AVX2)
     for source, threads in zip(AVX2_KEPT, "12"):
@@ -167,12 +160,12 @@ def decoder_by_shape() -> Lines:
 
 
 def decoder_on_a_gpu() -> Lines:
-    rows, found = [], case("decoder_h100", "large")
+    rows, found = [], contenders("decoder_h100", role="large")
     for name in (PLAIN, PER_TOKEN, "checkpointed head", OURS, PRODUCTS):
-        row, times = found["contenders"][name], times_as_fast(found, OURS, name)
-        faster = interval(times, 1, 1) if times and name != OURS else ""
+        row = found[name]
+        faster = interval(Spread(*row["accumext_times_faster"]), 1, 1) if name != OURS else ""
         peak = f"{row['peak_bytes'] / MIB:.0f}" if "peak_bytes" in row else ""
-        rows.append((name, interval(Spread(**row["spread"]), 1e3, 1), faster, peak))
+        rows.append((name, interval(Spread(*row["seconds"]), 1e3, 1), faster, peak))
     return markdown(("", "ms", "accumext is times as fast", "peak, MiB"), *rows)
 
 
@@ -180,9 +173,11 @@ def known() -> Lines:
     """Medians in ms of known inputs: accumext / the better of PyTorch's two ways."""
     found: dict[str, dict[tuple[int, str], str]] = {}
     for threads in (1, 2):
-        for job in result(f"known_avx2_{threads}")["jobs"]:
-            *shape, layers = job["job"].removeprefix("known, ").split(", ")
-            medians = {way: 1e3 * statistics.median(times) for way, times in job["seconds"].items()}
+        source = f"known_avx2_{threads}"
+        for job in dict.fromkeys(row["job"] for row in result(source)["rows"]):
+            *shape, layers = job.removeprefix("known, ").split(", ")
+            ways = contenders(source, job=job)
+            medians = {way: 1e3 * median(row) for way, row in ways.items()}
             mine, best = medians.pop(OURS), min(medians.values())
             row = found.setdefault(", ".join(f"{int(size):,}" for size in shape), {})
             row[threads, layers] = " / ".join(f"{ms:,.{mine < 100:d}f}" for ms in (mine, best))
@@ -205,9 +200,8 @@ def precision() -> Lines:
     dtypes = ("float16", "bfloat16")
 
     def over_float32(call: str, rows: int, dtype: str, run: str) -> float:
-        job = one(result(run)["jobs"], job=f"precision, {call}, {rows}")
-        found = (ratio(job["seconds"], "float32", f"{dtype}{how}") for how in ("", ", autocast"))
-        return max(times.median for times in found if times is not None)
+        ways = contenders(run, job=f"precision, {call}, {rows}")
+        return max(median(ways[f"{dtype}{how}"], "time_over_first") for how in ("", ", autocast"))
 
     def cell(call: str, rows: int, dtype: str) -> str:
         return " / ".join(f"{over_float32(call, rows, dtype, run):.2f}" for run in PRECISION)
@@ -223,19 +217,18 @@ def loops(source: str, usual: str, ours: str, rows: dict[str, str]) -> Lines:
     """A row is its label and its job, whose first way is the usual one."""
     body = []
     for label, name in rows.items():
-        job = one(result(source)["jobs"], job=name)
-        first = next(iter(job["seconds"]))
-        times = ratio(job["seconds"], OURS, first)
-        assert times is not None
-        both = [f"{statistics.median(job['seconds'][who]) * 1e3:.0f} ms" for who in (first, OURS)]
-        peaks = ", ".join(f"{job['peak_bytes'][who] / MIB:.1f}" for who in (first, OURS))
+        ways = contenders(source, job=name)
+        both_ways = next(iter(ways.values())), ways[OURS]
+        times = Spread(*ways[OURS]["times_faster"])
+        both = [f"{median(way) * 1e3:.0f} ms" for way in both_ways]
+        peaks = ", ".join(f"{way['peak_bytes'] / MIB:.1f}" for way in both_ways)
         faster = interval(times, 1, 1 + (times.median < 1.0))
         body.append((label, *both, faster, f"{peaks} MiB"))
     return markdown(("", usual, ours, "times as fast", "peaks"), *body)
 
 
 def rollout() -> Lines:
-    job, rows = one(result("loops_cpu")["jobs"], job="rollout"), []
+    ways, rows = contenders("loops_cpu", job="rollout"), []
     for name, label in {
         "the loop": "the loop, with the graph of all steps",
         OURS: "`rollout`, by default in segments of 72 steps",
@@ -243,10 +236,9 @@ def rollout() -> Lines:
         "accumext, checkpoint=16": "`checkpoint=16`",
         "accumext, memory_budget=3145728": "`memory_budget=3 * 2**20`",
     }.items():
-        times, seconds = ratio(job["seconds"], "the loop", name), spread(job["seconds"][name])
-        assert times is not None
-        peak = f"{job['peak_bytes'][name] / MIB:.1f}"
-        rows.append((label, interval(seconds, 1e3, 0), f"{times.median:.2f}", peak))
+        way = ways[name]
+        seconds, peak = interval(Spread(*way["seconds"]), 1e3, 0), way["peak_bytes"] / MIB
+        rows.append((label, seconds, f"{median(way, 'time_over_first'):.2f}", f"{peak:.1f}"))
     return markdown(("", "ms", "times the time of the loop", "peak, MiB"), *rows)
 
 
@@ -313,14 +305,11 @@ def programs() -> Lines:
         ("transformer_decoder", ""): "Transformer with a cache",
     }.items():
         entry = one(result("programs_cpu")["programs"], program=program, title=title)
-        cells, runs = [], entry["runs"]
-        for way in ("plain PyTorch", OURS):
-            seconds, peak = (
-                statistics.median(run[f"{way}, {unit}"] for run in runs) for unit in ("s", "MB")
-            )
-            cells.append(f"{seconds:.2f} s, {peak:.0f} MB")
-        ratios = [run["plain PyTorch, s"] / run["accumext, s"] for run in runs]
-        rows.append((label, *cells, span(ratios)))
+        cells = [
+            f"{entry[f'{way}, s']:.2f} s, {entry[f'{way}, MB']:.0f} MB"
+            for way in ("plain PyTorch", OURS)
+        ]
+        rows.append((label, *cells, span(entry["times as fast"])))
     return markdown(("", "plain PyTorch", OURS, "times as fast"), *rows)
 
 
@@ -338,29 +327,28 @@ WINDOW_LOOPS = {
 }
 
 
-def window_jobs(shape: tuple[int, int]) -> dict[str, dict[str, Any]]:
-    """The jobs of whole windows of a shape, by their names without it."""
-    return {
-        entry["job"].removesuffix(", transformer"): entry
-        for entry in result("windows_cpu")["jobs"]
-        if entry["job"].startswith("window") and (entry["elements"], entry["tensors"]) == shape
-    }
+def window_jobs(shape: tuple[int, int]) -> dict[str, dict[str, dict[str, Any]]]:
+    """The jobs of whole windows of a shape, by their names without it: the rows of their loops."""
+    jobs: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in result("windows_cpu")["rows"]:
+        if row["job"].startswith("window") and (row["elements"], row["tensors"]) == shape:
+            job = jobs.setdefault(row["job"].removesuffix(", transformer"), {})
+            job[row["contender"]] = row
+    return jobs
 
 
-def over_by_hand(entry: dict[str, Any], loop: str) -> float:
-    """The time of a window over that of the loop by hand, in the median."""
-    times = times_as_fast(entry, "by hand", loop)
-    assert times is not None
-    return times.median
+def over_by_hand(job: dict[str, dict[str, Any]], loop: str) -> float:
+    """The time of a window over that of the loop by hand, its first, in the median."""
+    return median(job[loop], "time_over_first")
 
 
 def windows_in_short() -> Lines:
     """Ranges over all optimizers and windows in full precision; sets of gradients beside."""
     rows = []
     for shape, label in WINDOW_SHAPES.items():
-        jobs = {name: entry for name, entry in window_jobs(shape).items() if "bf16" not in name}
-        times = (span([over_by_hand(e, loop) for e in jobs.values()], 2) for loop in WINDOW_LOOPS)
-        sgd = jobs["window of 4, SGD"]["contenders"]
+        jobs = {name: job for name, job in window_jobs(shape).items() if "bf16" not in name}
+        times = (span([over_by_hand(j, loop) for j in jobs.values()], 2) for loop in WINDOW_LOOPS)
+        sgd = jobs["window of 4, SGD"]
         sets = [sgd[n]["sets_of_gradients"] for n in ("by hand", *list(WINDOW_LOOPS)[:2])]
         rows.append((label, *times, " / ".join(f"{n:.1f}" for n in sets)))
     head = ("time of a window over the loop by hand", *WINDOW_LOOPS.values())
@@ -495,12 +483,12 @@ ON_A_GPU = {
     "`decode_loss`, known tokens, a function": "teacher, a function",
 }
 IN_README = {
-    "plain PyTorch at its best, AVX2": (OURS, PLAIN, AVX2_KEPT),
-    "plain PyTorch by default, AVX2": (OURS, PLAIN, (AVX2,)),
-    f"{PRODUCTS}, AVX2": (OURS, PRODUCTS, AVX2_KEPT),
-    "plain PyTorch at its best, AVX-512": (OURS, PLAIN, (AVX512_KEPT,)),
-    "plain PyTorch by default, AVX-512": (OURS, PLAIN, (AVX512,)),
-    f"{PRODUCTS}, AVX-512": (OURS, PRODUCTS, (AVX512_KEPT,)),
+    "plain PyTorch at its best, AVX2": (PLAIN, AVX2_KEPT),
+    "plain PyTorch by default, AVX2": (PLAIN, (AVX2,)),
+    f"{PRODUCTS}, AVX2": (PRODUCTS, AVX2_KEPT),
+    "plain PyTorch at its best, AVX-512": (PLAIN, (AVX512_KEPT,)),
+    "plain PyTorch by default, AVX-512": (PLAIN, (AVX512,)),
+    f"{PRODUCTS}, AVX-512": (PRODUCTS, (AVX512_KEPT,)),
 }
 AGAINST = {
     IN_PLACE: STOCK,

@@ -5,9 +5,10 @@ may be such a file. setup.py loads this file by path, as it does _build.py: only
 library is imported here.
 
 A library is code that runs as the user who loads it. So they are kept in a folder that belongs to
-this user and that nobody else can write to, as do a library's own folder and files, and one counts
-only if it is, byte for byte, what was kept. It appears there whole, in one rename: neither a
-process that is killed nor a full disk leaves half of one.
+this user and that nobody else can write to, as do a library's own folder and files. torch, whose
+folder of extensions this is in, asks for neither. One counts only if it is, byte for byte, what was
+kept, and it appears whole, in one rename: neither a process that is killed, nor a full disk, nor a
+loss of power leaves half of one.
 """
 
 from __future__ import annotations
@@ -30,9 +31,6 @@ _log = logging.getLogger("accumext")
 
 _WAIT_S = 600.0  # several times the longest compile: beyond it the other process hangs
 _STALE_S = 24 * 3600.0  # no compile takes as long: a folder of this age was left by a killed one
-_LINKS = 40  # as many symbolic links as Linux follows
-_ADVICE = "set TORCH_EXTENSIONS_DIR to a folder of your own"
-_HELD = "another process has held %s for %.0f s: not waited for"
 _IN_SILENCE = contextlib.nullcontext()
 _KINDS = {"folder": stat.S_IFDIR, "file": stat.S_IFREG}
 
@@ -45,23 +43,33 @@ def open_cache() -> tuple[Path, str]:
     try:
         return lasting_cache(), ""
     except OSError as error:
-        return temporary_cache(f"{_words(error)}; {_ADVICE}")
+        return _temporary_cache(_words(error))
 
 
 def lasting_cache() -> Path:
-    """That folder, made if need be; OSError if nothing safe can be kept there."""
-    return _own_folder(_extensions())
+    """This user's folder among torch's extensions, made if need be; OSError if it is not safe."""
+    try:
+        caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise FileNotFoundError(f"user {os.geteuid()} has no home folder") from error
+    extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "torch_extensions"
+    root = _reached(Path(extensions)) / f"accumext-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    _require_own(root, "folder")
+    return root
 
 
 def writable_cache(root: Path) -> tuple[Path, str]:
     """The same folder, or one for this process if nothing can be added to it."""
     if os.access(root, os.W_OK):
         return root, ""
-    return temporary_cache(f"{root} cannot be written to; {_ADVICE}")
+    return _temporary_cache(f"{root} cannot be written to")
 
 
-def temporary_cache(reason: str) -> tuple[Path, str]:
+def _temporary_cache(why: str) -> tuple[Path, str]:
     """A cache that this process removes, and why there is no better one."""
+    reason = f"{why}; set TORCH_EXTENSIONS_DIR to a folder of your own"
     _log.warning("nothing is kept for other processes: %s", reason)
     try:
         place = _reached(Path(tempfile.gettempdir()))
@@ -70,26 +78,6 @@ def temporary_cache(reason: str) -> tuple[Path, str]:
     root = Path(tempfile.mkdtemp(prefix="accumext-", dir=place))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root, reason
-
-
-def _extensions() -> Path:
-    """The folder of torch's extensions."""
-    if folder := os.environ.get("TORCH_EXTENSIONS_DIR"):
-        return Path(folder)
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
-    try:
-        return caches.expanduser() / "torch_extensions"
-    except RuntimeError as error:
-        raise FileNotFoundError(f"user {os.geteuid()} has no home folder") from error
-
-
-def _own_folder(place: Path) -> Path:
-    """accumext's folder of this user in a place that may be shared; OSError if it is not safe."""
-    root = _reached(place) / f"accumext-{os.geteuid()}"
-    with contextlib.suppress(FileExistsError):
-        root.mkdir(mode=0o700)
-    _require_own(root, "folder")
-    return root
 
 
 def _require_own(path: Path, kind: str) -> None:
@@ -103,37 +91,27 @@ def _require_own(path: Path, kind: str) -> None:
         raise PermissionError(f"others can write to {path}")
 
 
-def _reached(place: Path) -> Path:
+def _reached(place: Path, links: int = 40) -> Path:
     """A folder, made if need be, as a path without links; OSError if anyone can replace it.
 
     The contents of a folder can be renamed by whoever can write to it, unless it has the sticky
-    bit. A symbolic link leads where its owner likes: those of root and of this user are followed.
+    bit. A symbolic link leads where its owner likes: those of root and of this user are followed,
+    as many as Linux follows.
     """
-    reached, rest, links = Path("/"), list(Path(os.path.abspath(place)).parts[:0:-1]), 0
-    while True:
-        mode = reached.stat().st_mode
-        if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
-            raise PermissionError(f"anyone can rename what is in {reached}")
-        if not rest:
-            return reached
-        step = reached / rest.pop()
-        if step.name == "..":
-            reached = reached.parent
-            continue
-        if not os.path.lexists(step):
+    place = Path(os.path.abspath(place))
+    for folder in (*reversed(place.parents), place):
+        if not os.path.lexists(folder):
             with contextlib.suppress(FileExistsError):
-                step.mkdir(mode=0o755)
-        found = step.lstat()
-        if not stat.S_ISLNK(found.st_mode):
-            reached = step
-            continue
-        links += 1
-        if links > _LINKS or found.st_uid not in (0, os.geteuid()):
-            raise PermissionError(f"{step} is a symbolic link of user {found.st_uid}")
-        target = Path(os.readlink(step))
-        rest += target.parts[::-1]
-        if target.is_absolute():
-            reached = Path(rest.pop())
+                folder.mkdir(mode=0o755)
+        found = folder.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            if links == 0 or found.st_uid not in (0, os.geteuid()):
+                raise PermissionError(f"{folder} is a symbolic link of user {found.st_uid}")
+            target = folder.parent / os.readlink(folder)
+            return _reached(target / place.relative_to(folder), links - 1)
+        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            raise PermissionError(f"anyone can rename what is in {folder}")
+    return place
 
 
 def _words(error: OSError) -> str:
@@ -185,34 +163,38 @@ def sha256(path: Path) -> str:
 def turn(lock: Path, waiting: AbstractContextManager[None] = _IN_SILENCE) -> Iterator[None]:
     """Wait, if need be in a context, for a process that compiles the same: so it is done once.
 
-    Nothing depends on it: where a lock cannot be had, the same library is compiled twice, each time
-    in a folder of its own. A lock ends with its process, however that ends.
+    A lock ends with its process, however that ends; torch's FileBaton would stay, and be waited for
+    without end. Nothing depends on it: where a lock cannot be had, the same library is compiled
+    twice, each time in a folder of its own.
     """
     with lock.open("a+b", buffering=0) as file:  # not to be written alone: a FIFO would wait
         try:
-            if not _locked(file, 0.0):
+            if not _locked(file):
                 with waiting:
-                    if not _locked(file, _WAIT_S):
-                        _log.warning(_HELD, lock, _WAIT_S)
+                    _wait_for(file, lock)
         except OSError as error:  # file systems of other machines may know no locks
             _log.info("%s cannot be locked: %s", lock, error)
         yield
 
 
-def _locked(file: FileIO, seconds: float) -> bool:
-    """Tell whether a lock could be had within this time."""
-    import fcntl
+def _wait_for(file: FileIO, lock: Path) -> None:
+    give_up = time.monotonic() + _WAIT_S
+    while not _locked(file):
+        if time.monotonic() > give_up:
+            _log.warning("another process has held %s for %.0f s: not waited for", lock, _WAIT_S)
+            return
+        time.sleep(0.1)
 
-    give_up = time.monotonic() + seconds
-    while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= give_up:
-                return False
-            time.sleep(0.1)
-        else:
-            return True
+
+def _locked(file: FileIO) -> bool:
+    """Tell whether a lock could be had."""
+    import fcntl  # which Windows, where setup.py loads this file, does not have
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -238,17 +220,6 @@ def keep(library: Path, folder: Path) -> None:
         _seal_path(library).write_bytes(_seal(library))
         for path in (library, _seal_path(library), new):
             path.chmod(0o700)  # whatever the umask is
-            _to_disk(path)
         with contextlib.suppress(FileNotFoundError):
             folder.rename(made / "damaged")
         new.rename(folder)
-        _to_disk(folder.parent)
-
-
-def _to_disk(path: Path) -> None:
-    """Wait until a file, or the names in a folder, would survive a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-import accumext
 from accumext.backends import _build, _cache, _libraries, _self_test, _verify
 
 
@@ -56,7 +55,7 @@ def _changed_libraries() -> list[str]:
 
 def _backend() -> tuple[str, str]:
     try:
-        return accumext.backend(), accumext.backend_reason()
+        return _libraries.backend(), _libraries.backend_reason()
     except RuntimeError as error:
         return "none", str(error)
 

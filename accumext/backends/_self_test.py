@@ -129,8 +129,8 @@ def _accept_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     tokens, active, uniforms = ours["tokens"], ours.get("active"), ours["uniforms"]
     if steps := "states" in ours:
         hidden = ours["states"][-_STATES[ours["kind"]]][1:]
-        if ours["output_mask"] is not None:
-            hidden = hidden * ours["output_mask"] * ours["output_scale"]
+        if (kept := ours["dropout_masks"][2]) is not None:
+            hidden = hidden * kept * ours["dropout_scales"][2]
         weight, bias = ours["head_weight"], ours["head_bias"]
     else:
         hidden, weight, bias = ours["hidden"], ours["weight"], ours["bias"]
@@ -230,8 +230,8 @@ def _decoder_cases() -> Iterator[Case]:
             yield _product_case("decode_steps", operand, _greedy(operand, i % 4, 1, batch))
             yield _product_case("decode_steps", operand, _mixed(operand, (i + 1) % 4, 2, batch))
         around = _mixed(operand, 1, 2, 9)
-        for name, size in (("input", _WIDTH), ("output", _UNITS)):
-            around |= {f"{name}_mask": torch.rand(_STEPS, 9, size) < 0.5, f"{name}_scale": 2.0}
+        for place, size in ((0, _WIDTH), (2, _UNITS)):
+            around["dropout_masks"][place] = torch.rand(_STEPS, 9, size) < 0.5
         yield _product_case("decode_steps", operand, around)
         known = dict.fromkeys(("exps", "stats", "rows"))
         yield _product_case("decode_steps", operand, _mixed(operand, 0, 2, 9) | known)
@@ -291,11 +291,11 @@ def _greedy(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[st
         torch.randn(_STEPS + 1, batch, _UNITS, dtype=sums) for _ in range(layers * _STATES[kind])
     ]
     head = _head(operand, _STEPS * batch, sampled=False)
-    absent = ("dropout_mask", "input_mask", "output_mask", "teacher", "teacher_mask", "active")
+    absent = ("teacher", "teacher_mask", "active")
     return dict.fromkeys(absent) | {
         "table": torch.randn(_WORDS, _WIDTH, dtype=sums),
         "cell": cell, "states": states, "kind": kind,
-        "dropout_scale": 1.0, "input_scale": 1.0, "output_scale": 1.0,
+        "dropout_masks": [None] * 3, "dropout_scales": [1.0] * 3,
         "inputs": torch.randint(_WORDS, (_STEPS, batch)), "eos": -1, "pad": _PAD,
         "uniforms": None, "temperature": 1.0,
         "head_weight": head["weight"], "head_bias": head["bias"], "targets": None,
@@ -311,7 +311,8 @@ def _mixed(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[str
     shape, call = (_STEPS, batch), _greedy(operand, kind, layers, batch)
     call["head_bias"][_EOS] += 4  # so that it is drawn
     return call | {
-        "dropout_mask": torch.rand(_STEPS, layers - 1, batch, _UNITS) < 0.5, "dropout_scale": 2.0,
+        "dropout_masks": [None, torch.rand(_STEPS, layers - 1, batch, _UNITS) < 0.5, None],
+        "dropout_scales": [2.0] * 3,
         "teacher": torch.randint(_WORDS, shape), "teacher_mask": torch.rand(shape) < 0.5,
         "active": torch.arange(_STEPS)[:, None] < torch.randint(1, _STEPS + 1, [batch]),
         "eos": _EOS, "uniforms": torch.rand(shape, dtype=torch.float64), "temperature": 0.7,

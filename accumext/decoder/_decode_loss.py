@@ -2,35 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder._callable_path import decode_with_callable
-from accumext.decoder._memory import Call, predicted_peak
-from accumext.decoder._model import OP, Model, head_weights
-from accumext.decoder._objective import Objective
+from accumext.decoder._call import call_from, steps_first
+from accumext.decoder._callable import decode_with_callable
+from accumext.decoder._model import OP
 from accumext.decoder._observations import rows_of
-from accumext.decoder._plan import Plan
-from accumext.decoder._rnn_path import decode_with_rnn
-from accumext.decoder._tokens import Tokens
+from accumext.decoder._rnn_backward import decode_with_rnn
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.distributed import gathered_once
-from accumext.ops.wgrad_fusion import may_fuse
 from accumext.recurrence import (
-    WHOLE,
     State,
-    Truncation,
-    formula_weights,
     map_leaves,
-    map_tensors,
     observing,
     tensors,
     with_shapes,
-    zero_gradient_tie,
+    zero_dependency,
 )
 from accumext.tensors.checks import (
     DrawWord,
@@ -39,10 +30,7 @@ from accumext.tensors.checks import (
     TruncationWord,
     bools,
     explained,
-    fail_type,
-    type_name,
 )
-from accumext.tensors.torch_private import base_of
 
 
 class DecodeOutput(NamedTuple):
@@ -239,51 +227,21 @@ def decode_loss(
     (scheduled sampling); Rennie et al. 2017 (self-critical training); Hinton et al. 2015 (soft
     targets); the derivation is in docs/decoder_inside.md.
     """
+    given = dict(locals())
     if observing.observers:
-        observing.tell(decode_loss, locals())
+        observing.tell(decode_loss, given)
     if batch_first.__class__ is not bool or return_outputs.__class__ is not bool:
         bools(OP, batch_first=batch_first, return_outputs=return_outputs)
     if batch_first:
-        by_token = (targets, inputs, feedback, token_weight, resets)
-        targets, inputs, feedback, token_weight, resets = map(_time_major, by_token)
-        if isinstance(soft_targets, (tuple, list)):
-            soft_targets = tuple(map(_soft_time_major, soft_targets))
-    table: Any = embedding
-    observed = inputs if embedding is None else None
+        given = steps_first(given)
+    observed = given["inputs"] if embedding is None else None
     if embedding is None:
-        table, inputs = rows_of(
-            inputs=inputs, cell=cell, targets=targets, feedback=feedback, start=start,
-            lengths=lengths,
-        )  # fmt: skip
+        given["embedding"], given["inputs"] = rows_of(given)
     with gathered_once(OP, cell, read=(embedding, cell, head)) as gathered:
-        model = Model.of(
-            OP, embedding=table, cell=cell, head=head, context=context, batch_dim=batch_dim,
-            embedding_dropout=embedding_dropout, output_dropout=output_dropout, feedback=feedback,
-        )  # fmt: skip
-        tokens = Tokens.of(
-            model, targets=targets, steps=steps, state=state, feedback=feedback, start=start,
-            inputs=inputs, teacher_forcing=teacher_forcing, draw=draw, temperature=temperature,
-            generator=generator, lengths=lengths, eos=eos, ignore_index=ignore_index,
-            resets=resets, batch_dim=batch_dim, batch_first=batch_first, truncation=truncation,
-        )  # fmt: skip
-        objective = Objective.of(
-            OP, tokens.counted, tokens.targets, tokens.eos is not None, model.head_weight,
-            label_smoothing=label_smoothing, z_loss=z_loss, class_weight=class_weight,
-            reduction=reduction, num_items=num_items, token_weight=token_weight,
-            soft_targets=soft_targets, soft_weight=soft_weight, soft_temperature=soft_temperature,
-            entropy_weight=entropy_weight,
-        )  # fmt: skip
-        bounds = WHOLE
-        if truncation != "fixed" or not k1 is k2 is state_grad_clip is None:
-            bounds = Truncation.of(OP, k1, k2, truncation, state_grad_clip)
-        in_forward = reduction != "none" and not may_fuse(model.head_weight)
-        plan = Plan.of(
-            OP, memory_budget, shape=tokens.shape, words=len(model.head_weight),
-            device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
-            gradients_in_forward=in_forward, rnn=model.rnn,
-        )  # fmt: skip
+        call = call_from(given)
+        model, tokens = call.model, call.tokens
         # Random numbers are drawn from here on: a call that fails a check draws none.
-        transcript = Transcript(model, tokens, objective, bounds, plan)
+        transcript = Transcript(call)
         if tokens.feedback.word == "teacher":  # before the head, which may share the weight
             model.table.renormalise(transcript.padded(slice(None), tokens.feedback.teacher))
         if transcript.losses.numel() == 0:
@@ -307,17 +265,6 @@ def decode_loss(
     return _with_batch_first(out) if batch_first else out
 
 
-def _time_major(value: Any) -> Any:
-    """An argument [B, T], or [B, T, E], as [T, B]."""
-    turned = isinstance(value, Tensor) and value.dim() in (2, 3)
-    return value.transpose(0, 1) if turned else value
-
-
-def _soft_time_major(value: Any) -> Any:
-    """One of the soft targets, [B, T, K], as [T, B, K]; what a head has stays as it is."""
-    return value.transpose(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value
-
-
 def _with_batch_first(out: DecodeOutput) -> DecodeOutput:
     """The same results, [B, T, ...] where they are [T, B, ...]."""
     shape = out.tokens.shape
@@ -335,128 +282,10 @@ def _decode_nothing(transcript: Transcript, return_outputs: bool) -> Decoded:
     model, losses, state = transcript.model, transcript.losses, transcript.tokens.state
     loss = losses if transcript.objective.reduction == "none" else losses.sum()
     reached = [*model.parameters(), *tensors(state), *model.context]
-    tie = zero_gradient_tie(reached) if torch.is_grad_enabled() else None
-    if tie is not None:
-        loss = loss + tie.to(loss.dtype)
+    dependency = zero_dependency(reached) if torch.is_grad_enabled() else None
+    if dependency is not None:
+        loss = loss + dependency.to(loss.dtype)
     lengths, outputs = transcript.finish().lengths, None
     if return_outputs:
         outputs = model.head_weight.new_zeros(*losses.shape, model.head_weight.shape[1])
     return Decoded(loss, state, lengths, outputs)
-
-
-@explained
-def decode_memory(
-    embedding: nn.Embedding | Tensor | None,
-    cell: nn.Module | Callable[..., Any],
-    head: nn.Linear | tuple[Tensor, Tensor | None],
-    targets: Tensor | tuple[int, int] | None,  # or their shape, (T, B)
-    state: State = None,
-    *,
-    feedback: FeedbackWord | Tensor,
-    start: int | Tensor = 0,
-    inputs: Tensor | None = None,  # [T, B], or floating-point [T, B, E]
-    teacher_forcing: float = 1.0,
-    k1: int | None = None,
-    k2: int | None = None,
-    truncation: TruncationWord = "fixed",
-    state_grad_clip: float | None = None,
-    lengths: Tensor | Sequence[int] | None = None,  # [B]
-    eos: int | None = None,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    class_weight: Tensor | Sequence[float] | None = None,  # [V]
-    reduction: TokenReduction = "mean",
-    num_items: int | Tensor | None = None,
-    temperature: float = 1.0,
-    generator: torch.Generator | None = None,
-    context: tuple[Tensor, ...] = (),
-    memory_budget: int | None = None,
-    batch_first: bool = False,
-    steps: int | None = None,
-    token_weight: Tensor | None = None,  # [T, B]
-    draw: DrawWord = "argmax",
-    embedding_dropout: float = 0.0,
-    output_dropout: float = 0.0,
-    resets: Tensor | None = None,  # bool [T, B]
-    batch_dim: int | None = None,
-    return_outputs: bool = False,
-    soft_targets: tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor] | None = None,
-    soft_weight: float = 1.0,
-    soft_temperature: float = 1.0,
-    entropy_weight: float = 0.0,
-) -> int:
-    """The peak memory that `decode_loss` with these arguments and its backward pass would add.
-
-    Counts the gradients of the parameters, not the parameters. Only shapes and dtypes matter, so
-    tensors and modules may be on the meta device; the prediction is then for a CPU. A callable cell
-    is called on tensors without data, for at most 16 steps. Nothing is computed or drawn, and the
-    modules that it names keep their buffers and attributes; other side effects, such as counting
-    calls in a list of yours, do happen. A cell that asks for values of tensors is counted as a GRU
-    with the cell's weights. A growing state is assumed to grow in every step as in the second.
-
-    Args:
-        targets: as in `decode_loss`, or only their shape (T, B).
-
-    All other arguments are those of `decode_loss`.
-
-    Returns:
-        The peak in bytes, an int.
-
-    Raises:
-        ValueError, TypeError: as `decode_loss`.
-
-    Example:
-        >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
-    """
-    call = dict(locals())  # by name, as the groups of arguments take them
-    bools(OP, batch_first=batch_first, return_outputs=return_outputs)
-    device = head_weights(OP, head)[0].device
-    if isinstance(call["targets"], (tuple, list)):
-        call["targets"] = torch.zeros(*call["targets"], dtype=torch.int64, device=device)
-
-    def on_device(tensor: Tensor) -> Tensor:
-        if tensor.device == device:
-            return tensor
-        return torch.zeros_like(tensor, device=device).requires_grad_(tensor.requires_grad)
-
-    for name in (
-        "targets", "state", "inputs", "lengths", "feedback", "context", "soft_targets",
-    ):  # fmt: skip
-        call[name] = map_tensors(on_device, call[name])
-    if call["truncation"] == "random":  # the same memory, and nothing is drawn
-        call["truncation"], call["k2"] = "fixed", None
-    if call["batch_first"]:
-        for name in ("targets", "inputs", "feedback", "token_weight", "resets"):
-            call[name] = _time_major(call[name])
-        if call["soft_targets"] is not None:
-            call["soft_targets"] = tuple(map(_soft_time_major, call["soft_targets"]))
-    copied = 0
-    if embedding is None:
-        table, rows = rows_of(**_named(rows_of, call))
-        copied = 0 if base_of(table.weight) is base_of(call["inputs"]) else table.weight.nbytes
-        call["embedding"], call["inputs"] = table, rows
-    model = Model.of(OP, has_data=False, **_named(Model.of, call))
-    for name, module in (("embedding", model.table.module), ("head", model.called_head)):
-        if module is not None:
-            contract = "be computed from its weight, for the memory of a call of it is not known"
-            fail_type(OP, name, contract, formula_weights(module) or type_name(module))
-    tokens = Tokens.of(model, **_named(Tokens.of, call))
-    weight, ends = model.head_weight, tokens.eos is not None
-    options = _named(Objective.of, call)
-    objective = Objective.of(OP, tokens.counted, tokens.targets, ends, weight, **options)
-    bounds = Truncation.of(OP, k1, call["k2"], call["truncation"], state_grad_clip)
-    in_forward = reduction != "none" and not may_fuse(weight)
-    plan = Plan.of(
-        OP, memory_budget, shape=tokens.shape, words=len(weight),
-        device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
-        gradients_in_forward=in_forward, rnn=model.rnn,
-    )  # fmt: skip
-    asked = Call(model, tokens, objective, bounds, plan, return_outputs, copied)
-    return predicted_peak(asked, cell)
-
-
-def _named(function: Callable[..., Any], call: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call that a function takes by keyword."""
-    parameters = inspect.signature(function).parameters.values()
-    return {p.name: call[p.name] for p in parameters if p.kind == p.KEYWORD_ONLY and p.name in call}

@@ -27,7 +27,7 @@ from accumext.decoder import _operators
 from accumext.decoder._model import Model
 from accumext.decoder._objective import NO_TEACHER, Objective
 from accumext.decoder._plan import Plan
-from accumext.recurrence import Dtypes
+from accumext.decoder._precision import Dtypes
 
 
 class NeedsGrad(NamedTuple):
@@ -233,16 +233,17 @@ class FusedCrossEntropy:
         """Losses [M] of rows whose exponentials are in `workspace_slice(M)`, from their stats."""
         peak, total, target_logit = stats
         lse = peak + total.log()
-        hit = self._hit(targets)
+        hit, share = self._coefficients(targets)
         loss = self._cross_entropy(hidden, hit, lse, target_logit)
         if self._exps is not None:
-            row = self._share(hit) + 2 * self._z_loss * lse
+            row = share + 2 * self._z_loss * lse
             factor = counted.to(self.dtype)
             if upstream is not None:
                 factor = torch.where(counted, upstream, 0)
             r = torch.where(counted, factor * row / total, 0)
             t = torch.where(counted, r * (target_logit - peak).exp() - factor * hit, 0)
-            self._keep(_Rows(index, hidden, targets, r, t, factor * self._uniform))
+            self._pending.append(_Rows(index, hidden, targets, r, t, factor * self._uniform))
+            self._filled += len(hidden)
         return torch.where(counted, loss, 0)
 
     def _differentiate(
@@ -261,13 +262,12 @@ class FusedCrossEntropy:
         for start in range(0, len(hidden), size):
             piece = slice(start, start + size)
             h, y, at = hidden[piece].contiguous(), targets[piece].contiguous(), index[piece]
-            hit, stats = self._hit(y), h.new_empty(5, len(h))
+            (hit, share), stats = self._coefficients(y), h.new_empty(5, len(h))
             teacher = NO_TEACHER if objective.soft is None else objective.soft.operands(at)
-            share = stats.new_zeros(len(h)) + self._share(hit)
             _operators.head_objective(
-                h, self.weight, self.bias, y, share, self._z_loss, objective.entropy_weight,
-                scale, temperature, *teacher, self.workspace_slice(len(h)), self.logit_rows,
-                tokens[piece], stats,
+                h, self.weight, self.bias, y, stats.new_zeros(len(h)) + share, self._z_loss,
+                objective.entropy_weight, scale, temperature, *teacher,
+                self.workspace_slice(len(h)), self.logit_rows, tokens[piece], stats,
             )  # fmt: skip
             lse, target_logit, entropy, divergence, at_target = stats
             loss = self._cross_entropy(h, hit, lse, target_logit)
@@ -279,19 +279,18 @@ class FusedCrossEntropy:
                     factor = upstream if upstream.dim() == 0 else upstream[piece]
                     r = torch.where(counts, factor, 0)
                 t = torch.where(counts, r * (at_target - hit), 0)
-                self._keep(_Rows(at, h, y, r, t, r * self._uniform))
+                self._pending.append(_Rows(at, h, y, r, t, r * self._uniform))
+                self._filled += len(h)
             losses[piece] = torch.where(counts, loss, 0)
             entropies[piece] = torch.where(counts, entropy, 0)
         return Found(tokens, losses, entropies)
 
-    def _hit(self, targets: Tensor) -> Tensor | float:
-        """s of the rows' targets."""
+    def _coefficients(self, targets: Tensor) -> tuple[Tensor | float, Tensor | float]:
+        """s of the rows' targets, and the factor of their logsumexp in the loss, without the
+        z-loss."""
         weights = self._class_weight
-        return self._hard if weights is None else self._hard * weights[targets]
-
-    def _share(self, hit: Tensor | float) -> Tensor | float:
-        """The factor of the logsumexp in the loss, without the z-loss."""
-        return hit + self._uniform * self._weight_sum if self._uniform > 0 else hit
+        hit = self._hard if weights is None else self._hard * weights[targets]
+        return hit, hit + self._uniform * self._weight_sum if self._uniform > 0 else hit
 
     def _cross_entropy(
         self, hidden: Tensor, hit: Tensor | float, lse: Tensor, target_logit: Tensor
@@ -306,11 +305,6 @@ class FusedCrossEntropy:
         if self._z_loss > 0:
             loss = loss + self._z_loss * lse.square()
         return loss
-
-    def _keep(self, rows: _Rows) -> None:
-        """Count rows that are in the workspace."""
-        self._pending.append(rows)
-        self._filled += len(rows.hidden)
 
     def finish(self) -> HeadGradients | None:
         """The gradients of all rows; frees the workspace."""

@@ -6,44 +6,49 @@ tensors without data.
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from accumext.decoder._callable_steps import CallableSteps, segments
-from accumext.decoder._model import Model
-from accumext.decoder._objective import Objective
-from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, Plan, keeps_graph
-from accumext.decoder._tokens import Tokens
-from accumext.recurrence import (
+from accumext.decoder._call import Call, call_from, steps_first
+from accumext.decoder._callable import CallableSteps, segments_of
+from accumext.decoder._decode_loss import decode_loss
+from accumext.decoder._model import OP, Model, head_weights
+from accumext.decoder._module_calls import (
+    formula_weights,
+)
+from accumext.decoder._observations import rows_of
+from accumext.decoder._parameters import with_parameters_of
+from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, keeps_graph
+from accumext.decoder._rnn_weights import (
     GRU,
     LSTM,
     RNN_RELU,
     RNN_TANH,
     RnnWeights,
+)
+from accumext.recurrence import (
+    KeptState,
     State,
-    Truncation,
     map_tensors,
     parameter_tensors,
     tensors,
 )
+from accumext.tensors.checks import bools, explained, fail_type, type_name
 from accumext.tensors.torch_private import (
     Allocations,
+    base_of,
     fake_tensors,
     is_since,
     leaf_of,
     next_node_number,
     nodes_since,
-    unchanged,
     unhooked,
 )
 
@@ -60,62 +65,88 @@ GRADIENT_UNITS = {GRU: 6, LSTM: 4, RNN_TANH: 1, RNN_RELU: 1}
 GRAPH, GATES = 10, 3
 
 
-class Call(NamedTuple):
-    """The arguments of `decode_loss` that its memory depends on."""
+@explained
+@with_parameters_of(decode_loss)
+def decode_memory(given: dict[str, Any]) -> int:
+    """The peak memory that `decode_loss` with these arguments and its backward pass would add.
 
-    model: Model
-    tokens: Tokens
-    objective: Objective
-    truncation: Truncation
-    plan: Plan
-    return_outputs: bool
-    observations: int = 0  # bytes of a copy of them, if there is one
+    Counts the gradients of the parameters, not the parameters. Only shapes and dtypes matter, so
+    tensors and modules may be on the meta device; the prediction is then for a CPU. A callable cell
+    is called on tensors without data, for at most 16 steps. Nothing is computed or drawn, and the
+    modules that it names keep their buffers and attributes; other side effects, such as counting
+    calls in a list of yours, do happen. A cell that asks for values of tensors is counted as a GRU
+    with the cell's weights. A growing state is assumed to grow in every step as in the second.
 
-    @property
-    def spans(self) -> list[tuple[int, int, int]]:
-        """Steps whose graph or gradients exist together, as `Truncation.spans`."""
-        return self.truncation.spans(self.tokens.steps)
+    Args:
+        targets: as in `decode_loss`, or only their shape: (T, B), and (B, T) with `batch_first`.
 
-    @property
-    def longest_segment(self) -> int:
-        """Steps of a callable cell whose graph exists at once, at most."""
-        spans = self.spans
-        if len(spans) > 1:
-            return max(end - begin for begin, _, end in spans)
-        return max(1, min(SEGMENT, self.tokens.steps, self.truncation.period or SEGMENT))
+    All other arguments are those of `decode_loss`.
+
+    Returns:
+        The peak in bytes, an int.
+
+    Raises:
+        ValueError, TypeError: as `decode_loss`.
+
+    Example:
+        >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
+    """
+    bools(OP, batch_first=given["batch_first"], return_outputs=given["return_outputs"])
+    shape, device = given["targets"], head_weights(OP, given["head"])[0].device
+
+    def on_device(tensor: Tensor) -> Tensor:
+        if tensor.device == device:
+            return tensor
+        return torch.zeros_like(tensor, device=device).requires_grad_(tensor.requires_grad)
+
+    given |= {
+        name: map_tensors(on_device, value)
+        for name, value in given.items()
+        if name not in ("embedding", "cell", "head")
+    }
+    if isinstance(shape, (tuple, list)):
+        given["targets"] = torch.zeros(*shape, dtype=torch.int64, device=device)
+    if given["batch_first"]:
+        given = steps_first(given)
+    if given["truncation"] == "random":  # the same memory, and nothing is drawn
+        given |= {"truncation": "fixed", "k2": None}
+    copied = 0
+    if given["embedding"] is None:
+        table, rows = rows_of(given)
+        copied = 0 if base_of(table.weight) is base_of(given["inputs"]) else table.weight.nbytes
+        given |= {"embedding": table, "inputs": rows}
+    call = call_from(given, has_data=False)
+    model = call.model
+    for name, module in (("embedding", model.table.module), ("head", model.called_head)):
+        if module is not None:
+            contract = "be computed from its weight, for the memory of a call of it is not known"
+            fail_type(OP, name, contract, formula_weights(module) or type_name(module))
+    return copied + predicted_peak(call)
 
 
-@dataclass(frozen=True)
-class SegmentMemory:
-    """Bytes of the steps of a callable cell whose graph exists at once."""
+class CellMemory(NamedTuple):
+    """Bytes of the cell and the embedding."""
 
-    alone: int  # their graph and backward pass, with the gradients of parameters and context
-    gradients: int  # of parameters and context, that are left
-    state: int  # between two segments
-    graph: int  # of a step
-    kept: int  # steps whose graph is kept rather than made again
+    states: int  # from the pass forward until the end
+    kept: int  # of the graph, at the end of the pass forward
+    backward: int  # of the pass back, beside the states and the head's gradients
 
 
-def predicted_peak(call: Call, cell: Any) -> int:
+def predicted_peak(call: Call) -> int:
     """Bytes that a call and its backward pass have at once, gradients of the parameters included.
-    `cell` is the argument of this name.
 
     Three moments can be the highest: the end of the head's pass, with the workspace; the pass
     through the cell; and the embedding's gradient at the end. Main gradients that take the place of
     the parameters' gradients are counted as such.
     """
     model, tokens, plan = call.model, call.tokens, call.plan
-    segment = None if model.rnn is not None else segment_memory(call, cell)
-    weight, table, product = model.head_weight, model.table.weight, model.dtypes.product
+    weight, product = model.head_weight, model.dtypes.product
+    size, count = model.dtypes.accumulation.itemsize, tokens.steps * tokens.batch
     vocabulary, hidden = weight.shape
-    rows, width = table.shape
-    count = tokens.steps * tokens.batch
-    size = model.dtypes.accumulation.itemsize
-    half = weight.element_size() < size
-
     bias = model.head_bias is not None and model.head_bias.requires_grad
-    head = vocabulary * size * (hidden * weight.requires_grad + bias)
-    d_hidden = count * hidden * size
+    head = vocabulary * size * (hidden * weight.requires_grad + bias) + count * hidden * size
+    cell = _memory_of_callable(call) if model.rnn is None else _memory_of_rnn(call, model.rnn)
+
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
     workspace = vocabulary * plan.rows * model.dtypes.exps.itemsize
     soft = call.objective.soft  # beside the logits are a teacher's, or its probabilities
@@ -123,59 +154,29 @@ def predicted_peak(call: Call, cell: Any) -> int:
     passing = logits * vocabulary * plan.logit_rows * size + 3 * plan.rows * hidden * size
     # Outputs, and the weight's rows of the targets, before or after they are converted.
     passing += 2 * plan.rows * hidden * product.itemsize * (product.itemsize < size)
-    token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
-    token_buffers += call.observations
-    d_table = rows * width * (table.requires_grad and not model.tied)
-    final = vocabulary * hidden * weight.element_size() * half * weight.requires_grad
-    final += d_table * weight.element_size() * half
-    d_table *= size
-
-    if model.rnn is None:
-        assert segment is not None
-        spans, steps = call.spans, call.longest_segment
-        outputs = count * hidden * weight.element_size()
-        states = outputs + segment.state * ((tokens.steps - 1) // steps)
-        lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
-        looked_up = width * table.element_size() * table.requires_grad  # and the gradient is kept
-        # The pass back begins and ends with a segment; then all rows looked up are joined.
-        others = (lookups - steps * tokens.batch) * looked_up
-        # Of the graph that is kept, the last segment is one, unless it is the first step alone.
-        kept, before = segment.graph * segment.kept, segment.graph * (segment.kept > 0)
-        first = kept - segment.graph * steps if segment.kept > 1 else kept
-        first = states - outputs + segment.alone + max(0, first)
-        cell = max(first, others + segment.alone + before) - states
-        embedding = segment.gradients + d_table + 2 * lookups * looked_up - d_hidden - states
-    else:
-        states, temporaries, left = _rnn_path(call, model.rnn, size)
-        if not tokens.free_running:
-            passing += count * (8 + size)  # indices; losses
-            passing = max(passing, _input_products(call, model.rnn, size))
-        final += sum(w.nbytes for w in model.rnn.weights if w is not None) * half
-        cell = d_table + left + temporaries
-        embedding = d_table + left + final
-        kept = 0
+    if model.rnn is not None and not tokens.free_running:
+        passing += count * (8 + size)  # indices; losses
+        passing = max(passing, _input_products(call, model.rnn, size))
     returned = count * hidden * size * call.return_outputs
-    # in the forward or the backward pass
-    formed = casts + workspace + passing + states + head + d_hidden + kept
-    formed += returned * (segment is not None)  # torch's modules copy them afterwards
-    backward = head + d_hidden + states + returned + max(cell, embedding)
-    peak: int = token_buffers + max(formed, backward)
-    return peak
+    forward = casts + workspace + passing + cell.kept
+    forward += returned * (model.rnn is None)  # torch's modules copy them afterwards
+    token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
+    return token_buffers + head + cell.states + max(forward, returned + cell.backward)
 
 
-def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
-    """Bytes of the states of every step and what else the passes share, and those that the backward
-    pass of the layers has for a while and until its end."""
-    model, tokens, truncation = call.model, call.tokens, call.truncation
-    device, width = model.device.type, model.table.weight.shape[1]
+def _memory_of_rnn(call: Call, rnn: RnnWeights) -> CellMemory:
+    """The states and what else both passes read; of the pass back the largest piece of steps, or
+    the gradients in half precision at its end."""
+    model, tokens, size = call.model, call.tokens, call.model.dtypes.accumulation.itemsize
+    width = model.table.weight.shape[1]
     state = rnn.state_parts * rnn.layers * tokens.batch * rnn.units * size
     states = state * (tokens.steps + 3)  # before and after every step; the given and the last one
     between = (rnn.layers - 1) * rnn.units * (rnn.dropout > 0)
     around = width * (model.embedding_dropout > 0)
     around += rnn.units * (model.output_dropout > 0)
     masks = tokens.steps * tokens.batch * (between + around)
-    longest = max(end - begin for begin, _, end in call.spans)
-    steps = min(longest, call.plan.backward_steps)
+    spans = call.truncation.spans(tokens.steps)
+    steps = min(max(end - begin for begin, _, end in spans), call.plan.backward_steps)
     kept = call.plan.pre_activation_bytes
     units = (GRADIENT_UNITS if kept else BACKWARD_UNITS)[rnn.kind]
     operands = model.dtypes.cell  # of the products
@@ -189,8 +190,7 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
         if rnn.layers > 2:  # and one between two others makes that of its own
             row = max(row, (units + 1) * rnn.units)
         row += rnn.units
-    elif len(call.spans) > 1 and truncation.k1 != truncation.k2:
-        # overlapping windows: d_out with zeros
+    elif len(spans) > 1:  # overlapping windows: d_out with zeros
         row += rnn.units
     row += rnn.units * (model.output_dropout > 0)
     given = [w for w in rnn.weights if w is not None]
@@ -198,10 +198,18 @@ def _rnn_path(call: Call, rnn: RnnWeights, size: int) -> tuple[int, int, int]:
     cast = [w for w in given if w.dim() == 2 and w.dtype != operands]
     casts = sum(w.numel() for w in cast) * operands.itemsize
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
-    transposed *= device not in HANDED_OUT  # a CPU's kernels take a weight as it lies
-    temporaries = steps * tokens.batch * row * size
+    transposed *= model.device.type not in HANDED_OUT  # a CPU's kernels take a weight as it lies
     left = gradients + transposed + 2 * state  # whose gradient is that of a window and the sum
-    return states + masks + kept + casts, temporaries, left
+    trained, rounded_size = _table_size(model), model.head_weight.element_size()
+    final = model.head_weight.numel() * model.head_weight.requires_grad + trained
+    final = (final * rounded_size + sum(w.nbytes for w in given)) * (rounded_size < size)
+    backward = trained * size + left + max(steps * tokens.batch * row * size, final)
+    return CellMemory(states + masks + kept + casts, 0, backward)
+
+
+def _table_size(model: Model) -> int:
+    """Elements of the embedding's gradient, unless it is the head's, too."""
+    return model.table.weight.numel() * (model.table.weight.requires_grad and not model.tied)
 
 
 def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
@@ -216,55 +224,92 @@ def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
     return steps * tokens.batch * (inputs + products * rnn.units * size)
 
 
-def segment_memory(call: Call, cell: Any) -> SegmentMemory:
-    """The memory of a segment of this call.
+class SegmentMemory(NamedTuple):
+    """Bytes of the steps of a callable cell whose graph exists at once."""
 
-    Nothing is computed, drawn or written, and the modules that the cell is made of get back what
-    their attributes were.
-    """
-    late, ahead = call, call.tokens.steps - call.longest_segment
-    try:
-        with (
-            fake_tensors() as fake, unchanged(_modules(cell)), _own_autocast_cache(),
-            torch.enable_grad(), warnings.catch_warnings(),
-        ):  # fmt: skip
-            warnings.simplefilter("ignore")  # the call itself will warn
-            state = _grown(call, fake, ahead)
-            late = call._replace(tokens=replace(call.tokens, state=state))
-            # Two steps at least, of which the second adds to the gradients of the first.
-            steps = max(call.longest_segment, min(2, call.tokens.steps))
-            alone = _measured(late, fake, steps)
-            first = alone
-            if state is not call.tokens.state:
-                first = _measured(call, fake, 1)
-    except Exception:  # whatever a cell raises that asks for values
-        alone = first = _like_gru(call)
-    finally:
-        call.model.table.discard_gradients()
-    peak, gradients, size, graph = alone
-    steps = call.tokens.steps
-    table = call.model.table.weight
+    alone: int  # their graph and backward pass, with the gradients of parameters and context
+    gradients: int  # of parameters and context, that are left
+    state: int  # after them
+    graph: int  # of a step
+
+
+def _memory_of_callable(call: Call) -> CellMemory:
+    """The states between segments; of the pass back the largest segment, or the join of all rows
+    that were looked up."""
+    model, tokens, longest = call.model, call.tokens, longest_segment(call)
+    table, size = model.table.weight, model.dtypes.accumulation.itemsize
+    first, last = segment_memory(call, longest)
     # The call counts what the graph of its first step saves: not the embeddings that it reads.
-    read = call.tokens.batch * table.shape[1] * table.element_size()
-    kept = _kept_steps(call, first[3] - read, (size - first[2]) // max(1, steps - 1))
-    graph -= (graph - first[3]) * kept // max(1, 2 * steps)  # of those on average
-    return SegmentMemory(peak, gradients, (first[2] + size) // 2, graph, kept)
+    read = tokens.batch * table.shape[1] * table.element_size()
+    growth = (last.state - first.state) // max(1, tokens.steps - 1)
+    steps = kept_steps(call, first.graph - read, growth)
+    # of the steps that are kept, on average
+    graph = last.graph - (last.graph - first.graph) * steps // max(1, 2 * tokens.steps)
+
+    hidden = tokens.steps * tokens.batch * model.head_weight.shape[1]
+    outputs = hidden * model.head_weight.element_size()
+    between = (first.state + last.state) // 2 * ((tokens.steps - 1) // longest)
+    spans = call.truncation.spans(tokens.steps)
+    lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
+    looked_up = table.shape[1] * table.element_size() * table.requires_grad  # and the gradient
+    # The pass back begins and ends with a segment; then all rows looked up are joined.
+    others = (lookups - longest * tokens.batch) * looked_up
+    # Of the graph that is kept, the last segment is one, unless it is the first step alone.
+    kept = graph * steps
+    begin = between + last.alone + max(0, kept - graph * longest if steps > 1 else kept)
+    end = others + last.alone + graph * (steps > 0)
+    joined = last.gradients + _table_size(model) * size + 2 * lookups * looked_up - hidden * size
+    states = outputs + between
+    return CellMemory(states, kept, max(begin, end, joined) - states)
 
 
-def _kept_steps(call: Call, graph: int, growth: int) -> int:
+def longest_segment(call: Call) -> int:
+    """Steps of a callable cell whose graph exists at once, at most."""
+    steps, period = call.tokens.steps, call.truncation.period
+    spans = call.truncation.spans(steps)
+    if len(spans) > 1:
+        return max(end - begin for begin, _, end in spans)
+    return max(1, min(SEGMENT, steps, period or SEGMENT))
+
+
+def kept_steps(call: Call, graph: int, growth: int) -> int:
     """Steps whose graph the path for callables keeps, by the bytes of the first one's and those
     that each adds to the state: see `CallableSteps`."""
     steps = call.tokens.steps
-    if call.plan.bounded or len(call.spans) > 1:
+    if call.plan.bounded or len(call.truncation.spans(steps)) > 1:
         return 0
     return sum(
         end - begin
-        for begin, end in segments(steps, call.truncation.period, 1)
+        for begin, end in segments_of(call.truncation, steps, measures=True)
         if begin == 0 or keeps_graph(steps - begin, graph, growth * (begin - 1))
     )
 
 
-def _like_gru(call: Call) -> tuple[int, int, int, int]:
+def segment_memory(call: Call, longest: int) -> tuple[SegmentMemory, SegmentMemory]:
+    """The memory of the first segment of this call, and of the last one, whose state may be larger.
+
+    Nothing is computed, drawn or written: what the cell keeps is put back.
+    """
+    cell = KeptState(OP, "cell", (call.model.cell.step,))
+    before = cell.save(graphs=True)
+    torch.clear_autocast_cache()  # of weights that autocast has rounded: none of these here
+    try:
+        with fake_tensors() as fake, torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the call itself will warn
+            state = _grown(call, fake, call.tokens.steps - longest)
+            late = call._replace(tokens=replace(call.tokens, state=state))
+            # Two steps at least, of which the second adds to the gradients of the first.
+            last = _measured(late, fake, max(longest, min(2, call.tokens.steps)))
+            return last if state is call.tokens.state else _measured(call, fake, 1), last
+    except Exception:  # whatever a cell raises that asks for values
+        return (_like_gru(call, longest),) * 2
+    finally:
+        cell.restore(before)
+        torch.clear_autocast_cache()
+        call.model.table.discard_gradients()
+
+
+def _like_gru(call: Call, longest: int) -> SegmentMemory:
     """As `_measured`, of a GRU."""
     model, batch = call.model, call.tokens.batch
     size = model.dtypes.accumulation.itemsize
@@ -272,27 +317,33 @@ def _like_gru(call: Call) -> tuple[int, int, int, int]:
     graph = batch * (GRAPH * hidden + width) * size
     known = sum(p.numel() for p in parameter_tensors(model.cell))
     weights = (known or GATES * hidden * (hidden + width)) * size
-    peak = call.longest_segment * graph + weights
-    return peak, weights, batch * hidden * size, graph
+    return SegmentMemory(longest * graph + weights, weights, batch * hidden * size, graph)
 
 
-def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
-    """Bytes of a segment's graph and backward pass, of the gradients that are left, of a state, and
-    of a step's graph."""
+def _measured(call: Call, fake: Any, steps: int) -> SegmentMemory:
+    """The memory of a segment of so many steps from the call's state."""
     state = map_tensors(partial(_copy, requires_grad=True), call.tokens.state)
-    run, root, context = _without_data(call, steps)
-    d_hidden = root.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
+    run = _without_data(call, steps)
+    d_hidden = run.anchor.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
 
     with Allocations(fake) as memory:
         first = next_node_number()
-        segment, last = run.run_steps(0, 0, steps, state, root, *context)
+        segment, last = run.run_steps(0, 0, steps, state)
         hidden = segment.hidden
         del segment
         size = sum({id(t.untyped_storage()): t.nbytes for t in tensors(last)}.values())
         if not hidden.requires_grad:
-            return memory.peak, 0, size, 0
-        kept = [root, *tensors(state)]
-        edges, weights = _leaves(hidden, first, kept)
+            return SegmentMemory(memory.peak, 0, size, 0)
+        # Gradients leave the graph towards leaves, and nodes that were there before it.
+        edges = {
+            GradientEdge(node, index)
+            for inner in nodes_since(first, [hidden])
+            for node, index in inner.next_functions
+            if node is not None and not is_since(node, first)
+        }
+        own = {id(t) for t in (run.anchor, *tensors(state))}  # every segment has its own
+        leaves = (leaf_of(edge.node) for edge in edges)
+        weights = [leaf for leaf in leaves if leaf is not None and id(leaf) not in own]
         differentiable = [t for t in tensors(last) if t.requires_grad]
         roots = [get_gradient_edge(t) for t in (hidden, *differentiable)]
         del hidden  # the backward pass, which runs the segment again, does not stack its outputs
@@ -300,12 +351,12 @@ def _measured(call: Call, fake: Any, steps: int) -> tuple[int, int, int, int]:
         gradients = [d_hidden, *map(torch.empty_like, differentiable)]
         del last, differentiable
         with unhooked(weights):
-            torch.autograd.grad(roots, edges, gradients, allow_unused=True)
-    return memory.peak, sum(weight.nbytes for weight in weights), size, graph
+            torch.autograd.grad(roots, list(edges), gradients, allow_unused=True)
+    return SegmentMemory(memory.peak, sum(w.nbytes for w in weights), size, graph)
 
 
-def _without_data(call: Call, steps: int) -> tuple[CallableSteps, Tensor, list[Tensor]]:
-    """Steps to run on tensors without data, the root of the embedding's lookups, the context."""
+def _without_data(call: Call, steps: int) -> CallableSteps:
+    """Steps to run on tensors without data."""
     model, tokens, table = call.model, call.tokens, call.model.table.weight
     shape = (steps, tokens.batch)
     empty = partial(torch.empty, device=table.device)
@@ -315,10 +366,9 @@ def _without_data(call: Call, steps: int) -> tuple[CallableSteps, Tensor, list[T
         model=model, tokens=tokens, gate=gate, inputs=empty(shape, dtype=torch.int64),
         active=empty(shape, dtype=torch.bool) if ends else None,
     )  # fmt: skip
-    root = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
-    context = [_copy(tensor, tensor.requires_grad) for tensor in model.context]
-    run = CallableSteps(transcript, None, root, True, call.return_outputs, known=steps)
-    return run, root, context
+    anchor = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
+    context = tuple(_copy(tensor, tensor.requires_grad) for tensor in model.context)
+    return CallableSteps(transcript, None, anchor, context, True, call.return_outputs, known=steps)
 
 
 def _grown(call: Call, fake: Any, ahead: int) -> State:
@@ -326,11 +376,11 @@ def _grown(call: Call, fake: Any, ahead: int) -> State:
     given = call.tokens.state
     if ahead < 2:
         return given
-    run, root, context = _without_data(call, 1)
+    run = _without_data(call, 1)
     with Allocations(fake), torch.no_grad():
         start = map_tensors(partial(_copy, requires_grad=False), given)
-        _, one = run.run_steps(0, 0, 1, start, root, *context)
-        _, two = run.run_steps(0, 0, 1, one, root, *context)
+        _, one = run.run_steps(0, 0, 1, start)
+        _, two = run.run_steps(0, 0, 1, one)
     before = iter(tensors(one))
 
     def longer(leaf: Tensor) -> Tensor:
@@ -345,49 +395,3 @@ def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
     """The tensor without its data, a leaf."""
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     return torch.empty_like(tensor).requires_grad_(requires_grad and differentiable)
-
-
-def _leaves(
-    output: Tensor, first: int, kept: list[Tensor]
-) -> tuple[list[GradientEdge], list[Tensor]]:
-    """The edges by which gradients leave the graph, towards leaves and nodes from before `first`;
-    and the leaves but for `kept`, of which every segment has its own."""
-    edges: list[GradientEdge] = []
-    leaves: list[Tensor] = []
-    outward = {
-        (node, index)
-        for inner in nodes_since(first, [output])
-        for node, index in inner.next_functions
-        if node is not None and not is_since(node, first)
-    }
-    for node, index in outward:
-        leaf = leaf_of(node)
-        edges.append(GradientEdge(node, index))
-        if leaf is not None and not any(leaf is tensor for tensor in kept):
-            leaves.append(leaf)
-    return edges, leaves
-
-
-def _modules(cell: Any) -> list[nn.Module]:
-    """The modules that a callable is, is bound to or names."""
-    if isinstance(cell, nn.Module):
-        return [cell]
-    if isinstance(cell, partial):
-        return _modules(cell.func)
-    owner = getattr(cell, "__self__", None)
-    named: list[Any] = [owner, *getattr(cell, "__dict__", {}).values()]
-    function = cell if inspect.isroutine(cell) else type(cell).__call__
-    if inspect.isfunction(function) or inspect.ismethod(function):
-        variables = inspect.getclosurevars(function)
-        named += [*variables.nonlocals.values(), *variables.globals.values()]
-    return [value for value in named if isinstance(value, nn.Module)]
-
-
-@contextmanager
-def _own_autocast_cache() -> Iterator[None]:
-    """Weights that autocast has rounded are kept for as long as it is on: none of these here."""
-    torch.clear_autocast_cache()
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()

@@ -4,25 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from accumext.decoder._embedding import EmbeddingTable
+from accumext.decoder._module_calls import changes_when_read, formula_weights
+from accumext.decoder._precision import Dtypes, dtypes_of
+from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.distributed import is_shard
-from accumext.recurrence import (
-    Cell,
-    Dtypes,
-    EmbeddingTable,
-    RnnWeights,
-    cell_of,
-    changes_when_read,
-    dtypes_of,
-    formula_weights,
-    parameter_tensors,
-    parts_of,
-    rnn_weights_of,
-)
+from accumext.recurrence import Cell, cell_of, parameter_tensors, parts_of
 from accumext.recurrence.peft import base_layer
 from accumext.tensors.checks import (
     FLOAT_DTYPES,
@@ -38,6 +30,10 @@ from accumext.tensors.checks import (
 from accumext.tensors.torch_private import is_fake, sharded_state, translated_from
 
 OP = "decode_loss"
+
+# The arguments of `decode_loss` by name, as the user gave them. Its signature is the only list of
+# them; what takes them here checks those that it reads.
+Arguments: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -58,61 +54,56 @@ class Model:
     embedding_dropout: float  # of what the cell reads; 0 in its eval mode
     output_dropout: float  # of what the head reads
 
-    @staticmethod
-    def of(
-        op: str,
-        *,
-        embedding: Any, cell: Any, head: Any, context: Any, batch_dim: Any,
-        embedding_dropout: Any = 0.0, output_dropout: Any = 0.0,
-        feedback: Any = "greedy",
-        has_data: bool = True,
-    ) -> Model:  # fmt: skip
-        """The arguments of these names, checked."""
-        table, (weight, bias, called_head) = embedding_table(op, embedding), head_weights(op, head)
-        device = weight.device
-        if has_data:
-            _check_computable(op, {table.argument: table.weight, "head": weight})
-        of_cell = list(cell.parameters()) if isinstance(cell, nn.Module) else []
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            of_embedding = [table.weight, *parameters_of(table.module)]
-            of_head = [weight, bias, *parameters_of(called_head)]
-            _check_whole(op, {table.argument: of_embedding, "cell": of_cell, "head": of_head})
-        if table.weight.device != device:
-            same_device(op, table.argument, [table.weight], device)
-        for parameter in of_cell:
-            if parameter.device != device:
-                same_device(op, "cell", of_cell, device)
-        dropouts: tuple[float, ...] = (0.0, 0.0)
-        if embedding_dropout != 0 or output_dropout != 0:
-            dropouts = _dropout(op, cell, embedding_dropout, output_dropout)
-        given = cell_of(op, cell, batch_dim)
-        rows, words = table.weight.shape[0], weight.shape[0]
-        feeds_back = not isinstance(feedback, str) or feedback != "teacher"
-        if rows < words and feeds_back:
-            contract = f"have a row for each of the {words} words that can be fed back"
-            fail_value(op, "embedding", contract, f"{rows} rows")
-        # The operators look rows up without renormalising them to `max_norm`.
-        by_operators = table.max_norm is None or not feeds_back
-        rnn = None
-        if by_operators and table.module is called_head is None:
-            rnn = rnn_weights_of(given.module, table.weight.dtype, weight.dtype)
-        sizes = (table.weight.shape[1], weight.shape[1])
-        if rnn is None or (given.input_size, given.output_size) != sizes:
-            _check_fit(op, table, given, of_cell, weight)
-        if context.__class__ is not tuple or len(context) > 0:
-            context = _context(op, context, given, device)
-        tied, draws = weight is table.weight, given.draws or max(dropouts) > 0
-        draws = draws or rnn is None  # a module that is called may draw, too
-        return Model(
-            table, given, rnn, weight, bias, called_head, device, tied, dtypes_of(weight), context,
-            draws, *dropouts,
-        )  # fmt: skip
-
     def parameters(self) -> list[Tensor]:
         """The parameters that a call reads; of a callable's those that it is known to have."""
         found = [self.table.weight, self.head_weight, *parameter_tensors(self.cell)]
         found += [*parameters_of(self.table.module), *parameters_of(self.called_head)]
         return found if self.head_bias is None else [*found, self.head_bias]
+
+
+def model_from(op: str, given: Arguments, has_data: bool = True) -> Model:
+    """The modules, the context and the dropout of a call, checked."""
+    cell, feedback, context = given["cell"], given["feedback"], given["context"]
+    table = embedding_table(op, given["embedding"])
+    weight, bias, called_head = head_weights(op, given["head"])
+    device = weight.device
+    if has_data:
+        _check_computable(op, {table.argument: table.weight, "head": weight})
+    of_cell = list(cell.parameters()) if isinstance(cell, nn.Module) else []
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        of_embedding = [table.weight, *parameters_of(table.module)]
+        of_head = [weight, bias, *parameters_of(called_head)]
+        _check_whole(op, {table.argument: of_embedding, "cell": of_cell, "head": of_head})
+    if table.weight.device != device:
+        same_device(op, table.argument, [table.weight], device)
+    for parameter in of_cell:
+        if parameter.device != device:
+            same_device(op, "cell", of_cell, device)
+    dropouts: tuple[float, ...] = (0.0, 0.0)
+    if given["embedding_dropout"] != 0 or given["output_dropout"] != 0:
+        dropouts = _dropout(op, given)
+    read = cell_of(op, cell, given["batch_dim"])
+    rows, words = table.weight.shape[0], weight.shape[0]
+    feeds_back = not isinstance(feedback, str) or feedback != "teacher"
+    if rows < words and feeds_back:
+        contract = f"have a row for each of the {words} words that can be fed back"
+        fail_value(op, "embedding", contract, f"{rows} rows")
+    # The operators look rows up without renormalising them to `max_norm`.
+    by_operators = table.max_norm is None or not feeds_back
+    rnn = None
+    if by_operators and table.module is called_head is None:
+        rnn = rnn_weights_of(read.module, table.weight.dtype, weight.dtype)
+    sizes = (table.weight.shape[1], weight.shape[1])
+    if rnn is None or (read.input_size, read.output_size) != sizes:
+        _check_fit(op, table, read, of_cell, weight)
+    if context.__class__ is not tuple or len(context) > 0:
+        context = _context(op, context, read, device)
+    # A module that is called may draw, too.
+    draws = read.draws or max(dropouts) > 0 or rnn is None
+    return Model(
+        table, read, rnn, weight, bias, called_head, device, weight is table.weight,
+        dtypes_of(weight), context, draws, *dropouts,
+    )  # fmt: skip
 
 
 def parameters_of(module: nn.Module | None) -> list[nn.Parameter]:
@@ -135,15 +126,16 @@ def _check_fit(
         fail_value(op, "head", contract, list(head.shape))
 
 
-def _dropout(op: str, cell: Any, *given: Any) -> tuple[float, ...]:
+def _dropout(op: str, given: Arguments) -> tuple[float, ...]:
     """The rates of the embedding's and the output's dropout: 0 in the eval mode of the cell."""
+    cell = given["cell"]
     module = cell if isinstance(cell, nn.Module) else getattr(cell, "__self__", None)
     trains = not isinstance(module, nn.Module) or module.training
     rates = []
-    for name, value in zip(("embedding_dropout", "output_dropout"), given):
-        rate = number(op, name, value, 0) if value != 0 else 0.0
+    for name in ("embedding_dropout", "output_dropout"):
+        rate = number(op, name, given[name], 0) if given[name] != 0 else 0.0
         if rate > 1:
-            fail_value(op, name, "be at most 1", value)
+            fail_value(op, name, "be at most 1", given[name])
         rates.append(rate if trains else 0.0)
     return tuple(rates)
 

@@ -10,6 +10,8 @@ from typing import Any, SupportsIndex
 import torch
 from torch import Tensor
 
+from accumext.decoder._model import OP, Arguments
+from accumext.decoder._tokens import Tokens
 from accumext.tensors.checks import (
     FLOAT_DTYPES,
     TOKEN_REDUCTIONS,
@@ -78,59 +80,52 @@ class Objective:
     entropy_weight: float = 0.0
     of_distributions: bool = False  # more than a logsumexp and the logit of a target
 
-    @staticmethod
-    def of(
-        op: str,
-        counted: Tensor,  # bool [T, B]
-        targets: Tensor | None,  # int64 [T, B]; None: those of the decoder itself
-        ends: bool,  # tokens end rows, so that fewer may count
-        head_weight: Tensor,  # [V, H]
-        *,
-        label_smoothing: Any, z_loss: Any, class_weight: Any, reduction: Any, num_items: Any,
-        token_weight: Any, soft_targets: Any, soft_weight: Any, soft_temperature: Any,
-        entropy_weight: Any,
-    ) -> Objective:  # fmt: skip
-        """The arguments of these names, checked."""
-        if num_items is not None:
-            num_items = _num_items(op, num_items, reduction)
-        if reduction.__class__ is not str or reduction not in TOKEN_REDUCTIONS:
-            one_of(op, "reduction", reduction, TOKEN_REDUCTIONS)
-        smoothing = label_smoothing
-        if smoothing.__class__ is not float or smoothing != 0:
-            smoothing = number(op, "label_smoothing", label_smoothing, 0)
-            if smoothing > 1:
-                fail_value(op, "label_smoothing", "be at most 1", label_smoothing)
-        if z_loss.__class__ is not float or z_loss != 0:
-            z_loss = number(op, "z_loss", z_loss, 0)
-        if class_weight is not None:
-            class_weight = _class_weight(op, class_weight, head_weight)
-        if token_weight is not None:
-            token_weight = _token_weight(op, token_weight, counted.shape, head_weight)
-        inverse = None
-        if not (ends or (targets is None and class_weight is not None)):
-            dtype = torch.promote_types(head_weight.dtype, torch.float32)
-            inverse = inverse_divisor(reduction, num_items, class_weight, counted, targets, dtype)
-        if entropy_weight.__class__ is not float or entropy_weight != 0:
-            entropy_weight = number(op, "entropy_weight", entropy_weight)
-        soft = None
-        if soft_targets is not None:
-            soft = _soft_targets(op, soft_targets, counted, head_weight)
-            soft_weight, soft_temperature = _soft_options(op, soft_weight, soft_temperature)
-        elif soft_weight != 1 or soft_temperature != 1:
-            others = "soft_targets are given"
-            without_effect(op, "soft_weight", soft_weight, (1.0,), others)
-            without_effect(op, "soft_temperature", soft_temperature, (1.0,), others)
-        return Objective(
-            smoothing, z_loss, class_weight, reduction, num_items, token_weight, inverse, soft,
-            0.0 if soft is None else soft_weight, soft_temperature, entropy_weight,
-            soft is not None or entropy_weight != 0,
-        )  # fmt: skip
-
     def inverse_divisor(self, counted: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
         """1 / the divisor of the sum, once all tokens are known."""
         return inverse_divisor(
             self.reduction, self.num_items, self.class_weight, counted, targets, dtype
         )
+
+
+def objective_from(tokens: Tokens, head_weight: Tensor, given: Arguments) -> Objective:
+    """The loss of a call and its reduction, checked."""
+    reduction, num_items, class_weight = given["reduction"], None, None
+    if given["num_items"] is not None:
+        num_items = _num_items(given["num_items"], reduction)
+    if reduction.__class__ is not str or reduction not in TOKEN_REDUCTIONS:
+        one_of(OP, "reduction", reduction, TOKEN_REDUCTIONS)
+    smoothing, z_loss = given["label_smoothing"], given["z_loss"]
+    if smoothing.__class__ is not float or smoothing != 0:
+        smoothing = number(OP, "label_smoothing", smoothing, 0)
+        if smoothing > 1:
+            fail_value(OP, "label_smoothing", "be at most 1", given["label_smoothing"])
+    if z_loss.__class__ is not float or z_loss != 0:
+        z_loss = number(OP, "z_loss", z_loss, 0)
+    if given["class_weight"] is not None:
+        class_weight = _class_weight(given["class_weight"], head_weight)
+    token_weight, counted, targets = None, tokens.counted, tokens.targets
+    if given["token_weight"] is not None:
+        token_weight = _token_weight(given["token_weight"], counted.shape, head_weight)
+    inverse = None
+    if tokens.eos is None and not (targets is None and class_weight is not None):
+        dtype = torch.promote_types(head_weight.dtype, torch.float32)
+        inverse = inverse_divisor(reduction, num_items, class_weight, counted, targets, dtype)
+    entropy_weight = given["entropy_weight"]
+    if entropy_weight.__class__ is not float or entropy_weight != 0:
+        entropy_weight = number(OP, "entropy_weight", entropy_weight)
+    soft, soft_weight, soft_temperature = None, given["soft_weight"], given["soft_temperature"]
+    if given["soft_targets"] is not None:
+        soft = _soft_targets(given["soft_targets"], counted, head_weight)
+        soft_weight, soft_temperature = _soft_options(soft_weight, soft_temperature)
+    elif soft_weight != 1 or soft_temperature != 1:
+        others = "soft_targets are given"
+        without_effect(OP, "soft_weight", soft_weight, (1.0,), others)
+        without_effect(OP, "soft_temperature", soft_temperature, (1.0,), others)
+    return Objective(
+        smoothing, z_loss, class_weight, reduction, num_items, token_weight, inverse, soft,
+        0.0 if soft is None else soft_weight, soft_temperature, entropy_weight,
+        soft is not None or entropy_weight != 0,
+    )  # fmt: skip
 
 
 def inverse_divisor(
@@ -149,52 +144,52 @@ def inverse_divisor(
     return torch.where(divisor == 0, 0, divisor.reciprocal())
 
 
-def _soft_options(op: str, weight: Any, temperature: Any) -> tuple[float, float]:
+def _soft_options(weight: Any, temperature: Any) -> tuple[float, float]:
     """The arguments `soft_weight` and `soft_temperature`, checked."""
-    share = number(op, "soft_weight", weight, 0)
+    share = number(OP, "soft_weight", weight, 0)
     if share > 1:
-        fail_value(op, "soft_weight", "be at most 1", weight)
-    if not 0 < (scale := number(op, "soft_temperature", temperature)) < math.inf:
-        fail_value(op, "soft_temperature", "be greater than 0 and finite", temperature)
+        fail_value(OP, "soft_weight", "be at most 1", weight)
+    if not 0 < (scale := number(OP, "soft_temperature", temperature)) < math.inf:
+        fail_value(OP, "soft_temperature", "be greater than 0 and finite", temperature)
     return share, scale
 
 
-def _soft_targets(op: str, given: Any, counted: Tensor, head_weight: Tensor) -> SoftTargets:
+def _soft_targets(given: Any, counted: Tensor, head_weight: Tensor) -> SoftTargets:
     """The argument of this name, checked, with rows that count nowhere left as they are on a CPU,
     where nobody reads them, and else with zeros."""
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
-        fail_type(op, "soft_targets", _SOFT, type_name(given))
+        fail_type(OP, "soft_targets", _SOFT, type_name(given))
     words, dtype = len(head_weight), torch.promote_types(head_weight.dtype, torch.float32)
     if len(given) == 2:
         probabilities, indices = given
-        probabilities = _per_token(op, 0, probabilities, FLOAT_DTYPES, counted, head_weight, dtype)
+        probabilities = _per_token(0, probabilities, FLOAT_DTYPES, counted, head_weight, dtype)
         size = probabilities.shape[1]
         if indices is None:
             if size != words:
                 contract = f"have all {words} words where no indices are given"
-                fail_value(op, "soft_targets[0]", contract, f"{size} of them")
+                fail_value(OP, "soft_targets[0]", contract, f"{size} of them")
         else:
-            indices = _per_token(op, 1, indices, (torch.int64,), counted, head_weight, torch.int64)
+            indices = _per_token(1, indices, (torch.int64,), counted, head_weight, torch.int64)
             if indices.shape != probabilities.shape:
                 shape = [*counted.shape, size]
-                fail_value(op, "soft_targets[1]", f"have shape {shape}", list(given[1].shape))
+                fail_value(OP, "soft_targets[1]", f"have shape {shape}", list(given[1].shape))
         if counted.device.type == "cpu":
-            _check_soft_values(op, probabilities, indices, counted.flatten(), words)
+            _check_soft_values(probabilities, indices, counted.flatten(), words)
         return SoftTargets(probabilities, indices)
     weight, bias, hidden = given
     if not isinstance(weight, Tensor) or weight.dtype not in FLOAT_DTYPES:
         contract = "be a floating-point tensor [V, H']"
-        fail_type(op, "soft_targets[0]", contract, type_name(weight))
+        fail_type(OP, "soft_targets[0]", contract, type_name(weight))
     if weight.dim() != 2 or len(weight) != words:
-        fail_value(op, "soft_targets[0]", f"have shape [{words}, H']", list(weight.shape))
-    same_device(op, "soft_targets[0]", [weight], head_weight.device)
+        fail_value(OP, "soft_targets[0]", f"have shape [{words}, H']", list(weight.shape))
+    same_device(OP, "soft_targets[0]", [weight], head_weight.device)
     if bias is not None:
         contract = "be a floating-point tensor [V] or None"
-        check_vector(op, "soft_targets[1]", bias, FLOAT_DTYPES, contract, words, head_weight.device)
-    hidden = _per_token(op, 2, hidden, FLOAT_DTYPES, counted, head_weight, dtype)
+        check_vector(OP, "soft_targets[1]", bias, FLOAT_DTYPES, contract, words, head_weight.device)
+    hidden = _per_token(2, hidden, FLOAT_DTYPES, counted, head_weight, dtype)
     if hidden.shape[1] != weight.shape[1]:
         contract = f"have the teacher's size, {weight.shape[1]}"
-        fail_value(op, "soft_targets[2]", contract, list(given[2].shape))
+        fail_value(OP, "soft_targets[2]", contract, list(given[2].shape))
     weight = weight.detach()
     if (weight.dtype == torch.float64) != (dtype == torch.float64):
         weight = weight.to(dtype)
@@ -204,17 +199,17 @@ def _soft_targets(op: str, given: Any, counted: Tensor, head_weight: Tensor) -> 
 
 
 def _per_token(
-    op: str, place: int, value: Any, dtypes: tuple[torch.dtype, ...], counted: Tensor,
+    place: int, value: Any, dtypes: tuple[torch.dtype, ...], counted: Tensor,
     head_weight: Tensor, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """One of the soft targets, [T, B, K] with any K, as [T B, K]."""
     name, kind = f"soft_targets[{place}]", "an integer" if dtype == torch.int64 else "a float"
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
-        fail_type(op, name, f"be {kind} tensor [T, B, K]", type_name(value))
+        fail_type(OP, name, f"be {kind} tensor [T, B, K]", type_name(value))
     if value.dim() != 3 or value.shape[:2] != counted.shape:
         contract = f"have shape [{counted.shape[0]}, {counted.shape[1]}, K]"
-        fail_value(op, name, contract, list(value.shape))
-    same_device(op, name, [value], head_weight.device)
+        fail_value(OP, name, contract, list(value.shape))
+    same_device(OP, name, [value], head_weight.device)
     value = value.detach().to(dtype)
     if value.device.type != "cpu":
         value = torch.where(counted[:, :, None], value, 0)
@@ -223,54 +218,54 @@ def _per_token(
 
 
 def _check_soft_values(
-    op: str, probabilities: Tensor, indices: Tensor | None, counted: Tensor, words: int
+    probabilities: Tensor, indices: Tensor | None, counted: Tensor, words: int
 ) -> None:
     """Raise for a negative probability, and for an index outside [0, V), of a row that counts."""
     negative = (probabilities < 0).any(1) & counted
     if negative.any():
         least = float(probabilities[negative].min())
-        fail_value(op, "soft_targets[0]", "be at least 0", least)
+        fail_value(OP, "soft_targets[0]", "be at least 0", least)
     if indices is None:
         return
     wrong = ((indices < 0) | (indices >= words)) & counted[:, None]
     if wrong.any():
-        fail_value(op, "soft_targets[1]", f"be in [0, {words})", int(indices[wrong][0]))
+        fail_value(OP, "soft_targets[1]", f"be in [0, {words})", int(indices[wrong][0]))
 
 
-def _class_weight(op: str, value: Any, head_weight: Tensor) -> Tensor:
+def _class_weight(value: Any, head_weight: Tensor) -> Tensor:
     size, device = len(head_weight), head_weight.device
     contract = "be a floating-point tensor [V] or a list of numbers"
     if isinstance(value, (tuple, list)):
-        numbers = [number(op, f"class_weight[{i}]", weight) for i, weight in enumerate(value)]
+        numbers = [number(OP, f"class_weight[{i}]", weight) for i, weight in enumerate(value)]
         value = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         value = value.to(device, non_blocking=True)
-    check_vector(op, "class_weight", value, FLOAT_DTYPES, contract, size, device)
+    check_vector(OP, "class_weight", value, FLOAT_DTYPES, contract, size, device)
     weight: Tensor = value.detach().clone()  # the pass back may read it again
     return weight
 
 
-def _num_items(op: str, value: Any, reduction: Any) -> float | Tensor:
+def _num_items(value: Any, reduction: Any) -> float | Tensor:
     if reduction != "mean":
-        fail_value(op, "num_items", "be None unless reduction is 'mean'", value)
+        fail_value(OP, "num_items", "be None unless reduction is 'mean'", value)
     if isinstance(value, Tensor):
         if value.dim() != 0:
-            fail_value(op, "num_items", "be a number or a 0-dim tensor", list(value.shape))
+            fail_value(OP, "num_items", "be a number or a 0-dim tensor", list(value.shape))
         if value.device.type == "cpu" and not bool(value >= 0):
-            fail_value(op, "num_items", "be at least 0", value.item())
+            fail_value(OP, "num_items", "be at least 0", value.item())
         return value
     if isinstance(value, bool) or not isinstance(value, (float, SupportsIndex)):
-        fail_type(op, "num_items", "be a number or a 0-dim tensor", type_name(value))
+        fail_type(OP, "num_items", "be a number or a 0-dim tensor", type_name(value))
     count = value if isinstance(value, float) else operator.index(value)
     if not count >= 0:
-        fail_value(op, "num_items", "be at least 0", count)
+        fail_value(OP, "num_items", "be at least 0", count)
     return count
 
 
-def _token_weight(op: str, value: Any, shape: torch.Size, weight: Tensor) -> Tensor:
+def _token_weight(value: Any, shape: torch.Size, weight: Tensor) -> Tensor:
     if not isinstance(value, Tensor) or value.dtype not in FLOAT_DTYPES:
-        fail_type(op, "token_weight", "be a floating-point tensor [T, B]", type_name(value))
+        fail_type(OP, "token_weight", "be a floating-point tensor [T, B]", type_name(value))
     if value.shape != shape:
-        fail_value(op, "token_weight", f"have shape {list(shape)}", list(value.shape))
-    same_device(op, "token_weight", [value], weight.device)
+        fail_value(OP, "token_weight", f"have shape {list(shape)}", list(value.shape))
+    same_device(OP, "token_weight", [value], weight.device)
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return value.detach().to(dtype, copy=True)  # the pass back may read it again

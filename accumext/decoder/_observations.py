@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder._model import OP
-from accumext.recurrence import EmbeddingTable, within_length_of
+from accumext.decoder._embedding import EmbeddingTable
+from accumext.decoder._model import OP, Arguments
+from accumext.recurrence import within_length_of
 from accumext.tensors.checks import FLOAT_DTYPES, dtype_name, fail_type, fail_value, type_name
 
 
-def rows_of(
-    *, inputs: Any, cell: Any, targets: Any, feedback: Any, start: Any, lengths: Any
-) -> tuple[EmbeddingTable, Tensor]:
+def rows_of(given: Arguments) -> tuple[EmbeddingTable, Tensor]:
     """The observations as a table [T B, E], and the row, int64 [T, B], that each step reads.
 
     A row of the batch that has ended reads the first observation, which may itself be past an end:
     in a table of its own all those are 0, so that no NaN of a padding reaches a product.
     """
+    inputs, targets = given["inputs"], given["targets"]
+    feedback, start = given["feedback"], given["start"]
     contract = "be an nn.Embedding or a floating-point tensor [V, E]"
     if inputs is None:
         advice = "None is for observations: pass them as floating-point inputs [T, B, E]"
@@ -38,11 +39,11 @@ def rows_of(
     if targets is None:
         fail_type(OP, "targets", f"be an integer tensor [T, B] {observed}", "NoneType")
     _check_shape(inputs, targets)
-    observations = _as_read_by(cell, inputs)
+    observations = _as_read_by(given["cell"], inputs)
     steps, batch = observations.shape[:2]
-    if lengths is not None:
+    if given["lengths"] is not None:
         whose, device = "the device of inputs", inputs.device
-        within = within_length_of(OP, lengths, (steps, batch), device, whose)
+        within = within_length_of(OP, given["lengths"], (steps, batch), device, whose)
         observations = torch.where(within[:, :, None], observations, 0)
     rows = torch.arange(steps * batch, device=inputs.device).view(steps, batch)
     return EmbeddingTable(observations.flatten(0, 1), argument="inputs"), rows

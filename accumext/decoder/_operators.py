@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext.recurrence import GRU, LSTM, RNN_TANH, sample
+from accumext.decoder._rnn_weights import GRU, LSTM, RNN_TANH
+from accumext.recurrence import sample
 
 # Rows of a half-precision operand that are converted at once: enough for full speed, few beside a
 # vocabulary; and rows of float32 sums of float16 operands on a GPU, where each slice is three
@@ -222,14 +223,14 @@ large_pages = define_operator(
 
 
 def decode_steps_reference(
-    table: Tensor, cell: list[Tensor], states: list[Tensor], kind: int, dropout_mask: Tensor | None,
-    dropout_scale: float, input_mask: Tensor | None, input_scale: float,
-    output_mask: Tensor | None, output_scale: float, inputs: Tensor, teacher: Tensor | None,
-    teacher_mask: Tensor | None, active: Tensor | None, eos: int, pad: int, uniforms: Tensor | None,
-    temperature: float, head_weight: Tensor, head_bias: Tensor | None, targets: Tensor | None,
-    tokens: Tensor, exps: Tensor | None, stats: Tensor | None, rows: Tensor | None,
-    logit_rows: int, begin: int, end: int, pre: Tensor | None = None,
+    table: Tensor, cell: list[Tensor], states: list[Tensor], kind: int,
+    dropout_masks: list[Tensor | None], dropout_scales: list[float], inputs: Tensor,
+    teacher: Tensor | None, teacher_mask: Tensor | None, active: Tensor | None, eos: int, pad: int,
+    uniforms: Tensor | None, temperature: float, head_weight: Tensor, head_bias: Tensor | None,
+    targets: Tensor | None, tokens: Tensor, exps: Tensor | None, stats: Tensor | None,
+    rows: Tensor | None, logit_rows: int, begin: int, end: int, pre: Tensor | None = None,
 ) -> int:  # fmt: skip
+    (of_inputs, between, of_outputs), scales = dropout_masks, dropout_scales
     steps, batch = inputs.shape
     everyone = torch.arange(batch, device=inputs.device)
     used = 0
@@ -241,19 +242,19 @@ def decode_steps_reference(
                 inputs[t + 1 : end + 1] = pad
             break
         x = table[inputs[t]].to(states[0].dtype)
-        if input_mask is not None:
-            x = x * input_mask[t] * input_scale
+        if of_inputs is not None:
+            x = x * of_inputs[t] * scales[0]
         now = None if active is None else active[t]
         for layer in range(len(cell) // 4):
             of_step = None if pre is None else pre[layer, t]
             x = _advance_layer(kind, cell, states, layer, t, x, now, of_step)
-            if dropout_mask is not None and layer < dropout_mask.shape[1]:
-                x = x * dropout_mask[t, layer] * dropout_scale
+            if between is not None and layer < between.shape[1]:
+                x = x * between[t, layer] * scales[1]
         if stats is None:
             continue
         assert rows is not None
-        if output_mask is not None:
-            x = x * output_mask[t] * output_scale
+        if of_outputs is not None:
+            x = x * of_outputs[t] * scales[2]
         named = everyone
         if now is not None and now.device.type == "cpu":  # elsewhere nothing waits to count
             named = everyone[now]
@@ -292,10 +293,10 @@ decode_steps = define_operator(
     # the states' dtype, in which sums are; no bias: empty.
     "Tensor[] cell, "
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
-    "int kind, "  # index into recurrence/_rnn_weights.py: KINDS
-    "Tensor? dropout_mask, float dropout_scale, "  # bool [T, L - 1, B, H]: units that are kept
-    "Tensor? input_mask, float input_scale, "  # bool [T, B, E]: of the looked-up rows
-    "Tensor? output_mask, float output_scale, "  # bool [T, B, H]: of what the head reads
+    "int kind, "  # index into _rnn_weights.py: KINDS
+    # Elements that dropout keeps, bool, and their factors: of the looked-up rows [T, B, E], of the
+    # outputs of all layers but the last [T, L - 1, B, H], and of what the head reads [T, B, H].
+    "Tensor?[] dropout_masks, float[] dropout_scales, "
     "Tensor(b!) inputs, "  # int64 [T, B]
     "Tensor? teacher, "  # int64 [T, B]: fed where `teacher_mask`, everywhere if that is None
     "Tensor? teacher_mask, "  # bool [T, B]
@@ -326,7 +327,7 @@ def _advance_layer(
         h, c = states[2 * layer : 2 * layer + 2]
     from_x, from_h = linear(x, w_ih, b_ih), linear(h[t], w_hh, b_hh)
     if pre is not None:
-        pre.copy_(pre_activations(kind, from_x, from_h))
+        add_pre_activations(from_x, from_h, pre)
     rnn_advance(
         kind, from_x, from_h, active, h[t], None if c is None else c[t], h[t + 1],
         None if c is None else c[t + 1],
@@ -334,13 +335,16 @@ def _advance_layer(
     return h[t + 1]
 
 
-def pre_activations(kind: int, from_x: Tensor, from_h: Tensor) -> Tensor:
-    """Return the arguments of a layer's nonlinearities, [M, 4 H], from W_ih x + b_ih and W_hh h +
+def add_pre_activations(from_x: Tensor, from_h: Tensor, pre: Tensor) -> None:
+    """Write the arguments of a layer's nonlinearities, [M, 4 H], from W_ih x + b_ih and W_hh h +
     b_hh: i, f, g, o of an LSTM; r, z, n's part of x and n's part of h of a GRU."""
-    if kind == LSTM:
-        return from_x + from_h
-    rz = 2 * from_x.shape[1] // 3
-    return torch.cat([from_x[:, :rz] + from_h[:, :rz], from_x[:, rz:], from_h[:, rz:]], 1)
+    if from_x.shape == pre.shape:
+        torch.add(from_x, from_h, out=pre)
+        return
+    units = pre.shape[1] // 4
+    torch.add(from_x[:, : 2 * units], from_h[:, : 2 * units], out=pre[:, : 2 * units])
+    pre[:, 2 * units : 3 * units] = from_x[:, 2 * units :]
+    pre[:, 3 * units :] = from_h[:, 2 * units :]
 
 
 def none_active(active: Tensor) -> bool:

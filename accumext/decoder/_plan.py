@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from accumext.recurrence import Dtypes, RnnWeights
+from accumext.decoder._model import OP
+from accumext.decoder._precision import Dtypes
+from accumext.decoder._rnn_weights import RnnWeights
 from accumext.tensors.checks import fail_value, positive_int
 
 
@@ -53,46 +55,45 @@ class Plan(NamedTuple):
     # need not form them again: where they are no larger than the workspace, or half of a budget.
     pre_activation_bytes: int = 0
 
-    @staticmethod
-    def of(
-        op: str,
-        memory_budget: Any,
-        *,
-        shape: tuple[int, int],  # (T, B)
-        words: int,  # V
-        device: str,
-        dtypes: Dtypes,
-        free_running: bool,
-        gradients_in_forward: bool,
-        rnn: RnnWeights | None,  # None: the cell is called
-    ) -> Plan:
-        """The sizes of a call of this shape, with its memory budget checked."""
-        steps, batch = shape
-        logit_bytes, exps_bytes = words * dtypes.accumulation.itemsize, words * dtypes.exps.itemsize
-        if memory_budget is not None:
-            memory_budget = positive_int(op, "memory_budget", memory_budget)
-            if memory_budget < logit_bytes:
-                contract = f"hold one row of logits, {logit_bytes} bytes"
-                fail_value(op, "memory_budget", contract, memory_budget)
-        wanted = HEAD_ROWS.get(device, HEAD_ROWS["cpu"])
-        # known rows of logits at once
-        most = batch if free_running and gradients_in_forward else steps * batch
-        wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
-        kept, budget = 0, memory_budget
-        if rnn is not None and rnn.gates > 1 and device in HANDED_OUT:
-            units = rnn.layers * PRE_ACTIVATIONS * rnn.units
-            kept = steps * batch * units * dtypes.accumulation.itemsize
-        if budget is not None:
-            kept = kept if logit_bytes <= budget - kept >= budget // 2 else 0
-            budget -= kept
-        plan = fill_budget(steps, batch, logit_bytes, exps_bytes, budget, wanted)
-        workspace = plan.rows * exps_bytes + plan.logit_rows * logit_bytes
-        if budget is None and kept > max(KEPT_GRAPH, workspace):
-            kept = 0
-        bounded, pieces = memory_budget is not None, backward_steps(device, batch)
-        if kept > 0:  # of a step, half as much is formed
-            pieces *= 2
-        return Plan(plan.rows, plan.logit_rows, bounded, pieces, gradients_in_forward, kept)
+
+def plan_from(
+    memory_budget: Any,
+    *,
+    shape: tuple[int, int],  # (T, B)
+    words: int,  # V
+    device: str,
+    dtypes: Dtypes,
+    free_running: bool,
+    gradients_in_forward: bool,
+    rnn: RnnWeights | None,  # None: the cell is called
+) -> Plan:
+    """The sizes of a call of this shape, with its memory budget checked."""
+    steps, batch = shape
+    logit_bytes, exps_bytes = words * dtypes.accumulation.itemsize, words * dtypes.exps.itemsize
+    if memory_budget is not None:
+        memory_budget = positive_int(OP, "memory_budget", memory_budget)
+        if memory_budget < logit_bytes:
+            contract = f"hold one row of logits, {logit_bytes} bytes"
+            fail_value(OP, "memory_budget", contract, memory_budget)
+    wanted = HEAD_ROWS.get(device, HEAD_ROWS["cpu"])
+    # known rows of logits at once
+    most = batch if free_running and gradients_in_forward else steps * batch
+    wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
+    kept, budget = 0, memory_budget
+    if rnn is not None and rnn.gates > 1 and device in HANDED_OUT:
+        units = rnn.layers * PRE_ACTIVATIONS * rnn.units
+        kept = steps * batch * units * dtypes.accumulation.itemsize
+    if budget is not None:
+        kept = kept if logit_bytes <= budget - kept >= budget // 2 else 0
+        budget -= kept
+    plan = fill_budget(steps, batch, logit_bytes, exps_bytes, budget, wanted)
+    workspace = plan.rows * exps_bytes + plan.logit_rows * logit_bytes
+    if budget is None and kept > max(KEPT_GRAPH, workspace):
+        kept = 0
+    bounded, pieces = memory_budget is not None, backward_steps(device, batch)
+    if kept > 0:  # of a step, half as much is formed
+        pieces *= 2
+    return Plan(plan.rows, plan.logit_rows, bounded, pieces, gradients_in_forward, kept)
 
 
 def fill_budget(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder._model import OP, Model
+from accumext.decoder._model import OP, Arguments, Model
 from accumext.recurrence import (
     Cell,
     Feedback,
@@ -47,63 +47,59 @@ class Tokens:
     state: State
     resets: Resets | None
 
-    @staticmethod
-    def of(
-        model: Model,
-        *,
-        targets: Any, steps: Any, state: Any, feedback: Any, start: Any, inputs: Any,
-        teacher_forcing: Any, draw: Any, temperature: Any, generator: Any, lengths: Any, eos: Any,
-        ignore_index: Any, resets: Any, batch_dim: Any, batch_first: Any,
-        truncation: Any,
-    ) -> Tokens:  # fmt: skip
-        """The arguments of these names, time-major and checked."""
-        cell, table, device = model.cell, model.table, model.device
-        words, rows = len(model.head_weight), len(table.weight)
-        if targets is None:
-            size = _free_steps(steps, feedback, inputs)
-            batch = batch_size(cell, state, start, lengths, model.context)
-            counted = torch.ones(size, batch, dtype=torch.bool, device=device)
-        else:
-            targets, counted = _targets(targets, ignore_index, device)
-            if steps is not None:
-                fail_value(OP, "steps", "be None where there are targets", steps)
-            size, batch = targets.shape
-            _check_layout(cell, targets, state, lengths, start, batch_dim, bool(batch_first))
-        shape, within_length = (size, batch), None
-        if lengths is not None:
-            within_length = within_length_of(OP, lengths, shape, device, "the head's device")
-            counted = counted & within_length
-        # Padding also past a row's length, where targets may be anything.
-        padding = table.padding_token
-        if targets is None:
-            fed = torch.full(shape, padding, device=device)
-        else:
-            targets = torch.where(counted, targets, 0).contiguous()
-            _check_range(targets, words)
-            fed = targets if padding == 0 else torch.where(counted, targets, padding)
-        if state is None:
-            state = cell.initial_state(batch, table.weight)
-        else:
-            cell.check_state(OP, state, batch)
-            same_device(OP, "state", tensors(state), device)
-        if resets is not None:
-            resets = resets_of(OP, resets, shape, state, device, "the head's device")
-        by_rows = resets is not None or lengths is not None or eos is not None
-        by_rows = by_rows or truncation == "random"
-        if cell.state_shapes is None and by_rows:
-            check_batch_dim(OP, state, batch, batch_dim)
-        if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
-            fail_value(OP, "eos", f"be in [0, {words})", eos)
-        source = Feedback.of(
-            OP, feedback, fed, start=start, inputs=inputs, teacher_forcing=teacher_forcing,
-            temperature=temperature, generator=generator, rows=rows, draw=draw,
-        )  # fmt: skip
-        if table.max_norm is not None and source.word != "teacher":
-            _check_renormalised(model)
-        waits = source.word != "teacher" or eos is not None
-        return Tokens(
-            shape, size, batch, targets, counted, within_length, eos, source, waits, state, resets
-        )
+
+def tokens_from(model: Model, given: Arguments) -> Tokens:
+    """The steps, rows, targets, feedback and initial state of a call, time-major and checked."""
+    cell, table, device = model.cell, model.table, model.device
+    words, rows = len(model.head_weight), len(table.weight)
+    state, lengths, eos, resets = given["state"], given["lengths"], given["eos"], given["resets"]
+    targets = None
+    if given["targets"] is None:
+        size = _free_steps(given)
+        batch = batch_size(cell, state, given["start"], lengths, model.context)
+        counted = torch.ones(size, batch, dtype=torch.bool, device=device)
+    else:
+        targets, counted = _targets(given["targets"], given["ignore_index"], device)
+        if given["steps"] is not None:
+            fail_value(OP, "steps", "be None where there are targets", given["steps"])
+        size, batch = targets.shape
+        _check_layout(cell, targets, given)
+    shape, within_length = (size, batch), None
+    if lengths is not None:
+        within_length = within_length_of(OP, lengths, shape, device, "the head's device")
+        counted = counted & within_length
+    # Padding also past a row's length, where targets may be anything.
+    padding = table.padding_token
+    if targets is None:
+        fed = torch.full(shape, padding, device=device)
+    else:
+        targets = torch.where(counted, targets, 0).contiguous()
+        _check_range(targets, words)
+        fed = targets if padding == 0 else torch.where(counted, targets, padding)
+    if state is None:
+        state = cell.initial_state(batch, table.weight)
+    else:
+        cell.check_state(OP, state, batch)
+        same_device(OP, "state", tensors(state), device)
+    if resets is not None:
+        resets = resets_of(OP, resets, shape, state, device, "the head's device")
+    by_rows = resets is not None or lengths is not None or eos is not None
+    by_rows = by_rows or given["truncation"] == "random"
+    if cell.state_shapes is None and by_rows:
+        check_batch_dim(OP, state, batch, given["batch_dim"])
+    if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
+        fail_value(OP, "eos", f"be in [0, {words})", eos)
+    source = Feedback.of(
+        OP, given["feedback"], fed, start=given["start"], inputs=given["inputs"],
+        teacher_forcing=given["teacher_forcing"], temperature=given["temperature"],
+        generator=given["generator"], rows=rows, draw=given["draw"],
+    )  # fmt: skip
+    if table.max_norm is not None and source.word != "teacher":
+        _check_renormalised(model)
+    waits = source.word != "teacher" or eos is not None
+    return Tokens(
+        shape, size, batch, targets, counted, within_length, eos, source, waits, state, resets
+    )
 
 
 def _check_renormalised(model: Model) -> None:
@@ -128,8 +124,9 @@ def _targets(targets: Any, ignore_index: Any, device: torch.device) -> tuple[Ten
     return targets, targets != ignore_index
 
 
-def _free_steps(steps: Any, feedback: Any, inputs: Any) -> int:
+def _free_steps(given: Arguments) -> int:
     """T where the decoder's own tokens are its targets."""
+    feedback, inputs, steps = given["feedback"], given["inputs"], given["steps"]
     if not isinstance(feedback, str) or feedback not in ("sample", "greedy"):
         contract = "be 'sample' or 'greedy' where targets are None"
         got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
@@ -168,22 +165,20 @@ def _check_range(targets: Tensor, words: int) -> None:
         fail_value(OP, "targets", f"be in [0, {words})", token, advice)
 
 
-def _check_layout(
-    cell: Cell, targets: Tensor, state: State, lengths: Any, start: Any, batch_dim: Any,
-    batch_first: bool,
-) -> None:  # fmt: skip
+def _check_layout(cell: Cell, targets: Tensor, given: Arguments) -> None:
     """Raise where the state, the lengths or the start tokens say that B is the targets' other
     dimension. Warn of a module with `batch_first`, which orders nothing here."""
     steps, batch = targets.shape
-    module = cell.module
+    module, batch_first = cell.module, given["batch_first"]
     unclear = not batch_first and isinstance(module, nn.RNNBase) and module.batch_first
     sizes = set()
-    for given in (lengths, start):
-        if isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() > 0):
-            sizes.add(len(given))
-    if state is not None:
-        dim, known = cell.batch_dim, cell.state_shapes is not None or batch_dim is not None
-        for part in tensors(state):  # a callable's may begin with layers
+    for value in (given["lengths"], given["start"]):
+        if isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.dim() > 0):
+            sizes.add(len(value))
+    if given["state"] is not None:
+        dim = cell.batch_dim
+        known = cell.state_shapes is not None or given["batch_dim"] is not None
+        for part in tensors(given["state"]):  # a callable's may begin with layers
             if part.dim() > max(1, dim) and (known or part.dim() == 2):
                 sizes.add(part.shape[dim])
     if sizes == {steps} and steps != batch:

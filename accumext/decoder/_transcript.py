@@ -7,12 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from accumext.decoder._call import Call
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
-from accumext.decoder._model import Model
-from accumext.decoder._objective import Objective
-from accumext.decoder._plan import Plan
-from accumext.decoder._tokens import Tokens
-from accumext.recurrence import OPEN_GATE, WHOLE, State, Truncation
+from accumext.recurrence import OPEN_GATE, WHOLE, State
 
 
 class Decoded(NamedTuple):
@@ -39,9 +36,8 @@ class Transcript:
     A row is active until its length, or until the step after the one that predicted `eos`.
     """
 
-    def __init__(
-        self, model: Model, tokens: Tokens, objective: Objective, truncation: Truncation, plan: Plan
-    ) -> None:
+    def __init__(self, call: Call) -> None:
+        model, tokens, objective, truncation, plan, _ = call
         self.model, self.tokens, self.objective = model, tokens, objective
         self.truncation, self.plan = truncation, plan
         self.source = tokens.feedback.drawn()

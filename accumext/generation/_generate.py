@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder import Model, batch_size
+from accumext.decoder import Model, batch_size, model_from
 from accumext.distributed import gathered_once
 from accumext.generation._beam_search import beam_search
 from accumext.generation._output_layer import OutputLayer
@@ -139,9 +139,11 @@ def generate(
     """
     bools(OP, batch_first=batch_first)
     with gathered_once(OP, cell, read=(embedding, cell, head)):
-        model = Model.of(
-            OP, embedding=embedding, cell=cell, head=head, context=context, batch_dim=batch_dim
-        )
+        model = model_from(OP, {
+            "embedding": embedding, "cell": cell, "head": head, "context": context,
+            "batch_dim": batch_dim, "embedding_dropout": 0, "output_dropout": 0,
+            "feedback": "greedy",
+        })  # fmt: skip
         if prompt is not None:
             prompt = _prompt(model, prompt, batch_first)
             batch = prompt.shape[1]

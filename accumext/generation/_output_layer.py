@@ -17,11 +17,11 @@ from accumext.decoder import (
     head_forward,
     head_forward_reference,
     logits_of,
+    no_grad_no_autocast,
     rounded_head,
     softmax_stats,
 )
 from accumext.generation._token_filters import TokenFilter, largest
-from accumext.recurrence import no_grad_no_autocast
 from accumext.tensors.memory_overlap import share_memory
 
 # Rows of logits that exist at once.

@@ -11,20 +11,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext.decoder import Model, StepsCall
-from accumext.generation._output_layer import LOGIT_ROWS, OutputLayer
-from accumext.recurrence import (
+from accumext.decoder import (
+    Model,
     RnnWeights,
-    State,
-    check_output,
+    StepsCall,
     dense_rows,
-    freeze,
-    map_tensors,
     module_state,
     no_grad_no_autocast,
     operands,
     states_from,
 )
+from accumext.generation._output_layer import LOGIT_ROWS, OutputLayer
+from accumext.recurrence import State, check_output, freeze, map_tensors
 
 OP = "generate"
 

@@ -7,7 +7,6 @@ import itertools
 import operator
 from collections.abc import Callable
 from contextlib import ExitStack
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from accumext.distributed import gathered_once
-from accumext.recurrence import KeptState, Replays, fingerprints_of
+from accumext.recurrence import KeptState, Replay, cuts, fingerprints_of
 from accumext.tensors import scalars
 from accumext.tensors.checks import (
     REDUCTIONS,
@@ -126,16 +125,16 @@ def chunked_loss(
     watched: list[_CrossEntropies] = []
     losses: list[Tensor] = []
     stopped: list[range] = []  # numbers of nodes of slices that may weigh nothing
-    replays = None
+    replay = None
     if torch.is_grad_enabled():
-        replays = Replays(KeptState(OP, "fn", fn), inputs.device)
+        replay = Replay(KeptState(OP, "fn", fn), inputs.device)
     with gathered_once(OP, fn) as gathered:
         for index, (begin, end) in enumerate(borders):
             slices = [a[begin:end] if isinstance(a, Tensor) else a for a in (inputs, *args)]
             first, part = next_node_number(), fn
             if shares is None:
                 watched.append(part := _CrossEntropies(fn))
-            loss = part(*slices) if replays is None else _run_again(replays, part, slices)
+            loss = part(*slices) if replay is None else _run_again(replay, part, slices)
             loss = zero_dim_loss(OP, "fn", loss, _LOSS)
             if stopped:
                 _check_apart(loss, stopped)
@@ -153,20 +152,20 @@ def chunked_loss(
     return rows.sum()  # of no rows: 0, with a zero gradient
 
 
-def _run_again(replays: Replays, part: Callable[..., Tensor], slices: list[Any]) -> Tensor:
+def _run_again(replay: Replay, part: Callable[..., Tensor], slices: list[Any]) -> Tensor:
     """The loss of a slice, whose graph keeps no tensors: the backward pass runs it again."""
-    snapshot, calls = replays.kept.save(), itertools.count()
+    snapshot, calls = replay.kept.save(), itertools.count()
     known: list[Tensor] | None = None
 
     def run(*slices: Any) -> Tensor:
         nonlocal known
         with ExitStack() as stack:
             if next(calls):
-                stack.enter_context(replays.modes())
-                stack.enter_context(replays.kept.replaying(snapshot))
+                stack.enter_context(replay.modes())
+                stack.enter_context(replay.kept.replaying(snapshot))
             loss = part(*slices)
         if known is not None:
-            replays.check_same(loss, known)
+            replay.check_same(loss, known)
         else:
             known = fingerprints_of(loss)
         return loss
@@ -340,10 +339,8 @@ def _check(
         fail_value(OP, "chunks", "be given, or chunk_size, and not both", got)
     if chunks is not None:
         count = min(positive_int(OP, "chunks", chunks), rows)
-        borders = [rows * i // count for i in range(count + 1)] if rows else [0]
-        return list(pairwise(borders))
-    size = positive_int(OP, "chunk_size", chunk_size)
-    return [(begin, min(begin + size, rows)) for begin in range(0, rows, size)]
+        return cuts(0, rows, [rows * i // count for i in range(count)])
+    return cuts(0, rows, positive_int(OP, "chunk_size", chunk_size))
 
 
 def _check_weights(weights: Any, inputs: Tensor, reduction: Reduction) -> None:

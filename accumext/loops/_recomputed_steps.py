@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple
+from functools import partial
+from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +15,16 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accumext.loops._checkpoint_plan import SMALLEST, Plan, Sizes, kept_at_first, split
 from accumext.recurrence import (
+    Checkpoint,
     KeptState,
-    Replays,
-    Start,
+    Replay,
     State,
-    changed,
     copy_nesting,
-    detach,
-    fingerprints_of,
-    map_tensors,
+    cuts,
     tensors,
     write_counts,
 )
-from accumext.tensors.torch_private import leaves_since, next_node_number, not_traced, write_count
+from accumext.tensors.torch_private import leaves_since, next_node_number, not_traced
 
 # (step, what it starts from, whether its loss counts) -> (what the next one starts from, loss)
 Step = Callable[[int, State, bool], tuple[State, Tensor]]
@@ -47,17 +46,15 @@ class RecomputedSteps:
     ) -> None:
         self.steps = steps
         self._step, self._choose = step, choose
-        self._replays = Replays(kept, device)
-        self._checkpoints = _Checkpoints(self._replays, starts)
+        self._replay = Replay(kept, device)
+        self._checkpoints = _Checkpoints(self._replay, starts)
         self._grid: list[int] | None = None  # steps at which segments begin; None: not chosen yet
         # The leaves of the graph of the first step, and their numbers of writes when steps ran
         # last: autograd saves no part of a sum, but the steps that run again read it.
         self._leaves: list[Tensor] | None = None
         self._writes: list[int] = []
         self._first_node = next_node_number()
-        # Where the window before ended, and the fingerprints of its carry, until they are reached.
-        self._border: int | None = None
-        self._at_border: list[Tensor] = []
+        self._measure: _Measure | None = None  # of the first steps
         if plan is not None:
             self._follow(plan, 0)
 
@@ -66,33 +63,27 @@ class RecomputedSteps:
     ) -> tuple[State, Tensor | None]:
         """Run steps [begin, end). Return the carry after them, and `total` with the losses of steps
         [counting, end) added."""
-        while begin < end:
-            measured = self._grid is None and end - begin > SMALLEST
-            stop = begin + SMALLEST if measured else min(self._next_checkpoint(begin), end)
-            if stop == self.steps:  # the backward pass begins with these: their graph is kept
-                carry, total = self._run_segment(begin, counting, stop, carry, total)
-            else:
-                carry, total = self._run_recorded(begin, counting, stop, carry, total, measured)
+        if self._grid is None and end - begin > SMALLEST:
+            stop = begin + SMALLEST
+            carry, total = self._run_recorded(begin, counting, stop, carry, total, measured=True)
             begin = stop
+        for first, stop in cuts(begin, end, self._grid or ()):
+            if stop == self.steps:  # the backward pass begins with these: their graph is kept
+                carry, total = self._run_segment(first, counting, stop, carry, total)
+            else:
+                carry, total = self._run_recorded(first, counting, stop, carry, total)
         if end == self.steps:
             self._checkpoints.windows.clear()  # they may hold graphs
         else:
-            self._border, self._at_border = end, fingerprints_of(carry)
-        self._writes = write_counts(self._leaves or [])
+            self._replay.note(end, carry)
         return carry, total
 
     def rewind(self, step: int) -> State:
         """Go back before a step of `starts`, generators and kept state too. Return its carry,
         without a graph."""
         checkpoint = self._checkpoints.at(step, self._pass_over)
-        self._replays.go_back(self._checkpoints.windows[step])
-        return copy_nesting(checkpoint.carry)
-
-    def _next_checkpoint(self, step: int) -> int:
-        if self._grid is None:
-            return self.steps
-        following = bisect_right(self._grid, step)
-        return self._grid[following] if following < len(self._grid) else self.steps
+        self._replay.go_back(self._checkpoints.windows[step])
+        return copy_nesting(checkpoint.state)
 
     def _run_segment(
         self, begin: int, counting: int, end: int, carry: State, total: Tensor | None = None
@@ -101,40 +92,31 @@ class RecomputedSteps:
         memory of what they are a mean of."""
         for t in range(begin, end):
             self._checkpoints.save_start(t, carry)
-            if t == self._border:
-                self._replays.check_same(carry, self._at_border)
-                self._border = None
+            self._replay.compare(t, carry)
+            if self._measure is not None:
+                self._measure.before_last = self._measure.total()
             carry, loss = self._step(t, carry, t >= counting)
             if self._leaves is None and torch.is_grad_enabled():
                 self._leaves = leaves_since(self._first_node, [loss, *tensors(carry)])
             if t >= counting:
                 total = loss if total is None else total + loss
+        self._writes = write_counts(self._leaves or [])
         return carry, total
 
     def _run_recorded(
         self, begin: int, counting: int, end: int, carry: State, total: Tensor | None,
-        measured: bool,
+        measured: bool = False,
     ) -> tuple[State, Tensor | None]:  # fmt: skip
         self._checkpoints.save(begin, carry)
-        sizes = _Measure() if measured else None
-        requires_grad = [tensor.requires_grad for tensor in tensors(carry)]
-
-        def run() -> State:
-            nonlocal carry, total
-            first = begin
-            if sizes is not None:
-                carry, total = self._run_segment(begin, counting, end - 1, carry, total)
-                sizes.before_last = sizes.total()
-                first = end - 1
-            carry, total = self._run_segment(first, counting, end, carry, total)
-            return carry
-
-        def again() -> State:
-            return self._run_again(begin, counting, end, requires_grad)
-
-        self._replays.record(run, again, None if sizes is None else sizes.add)
+        self._measure = sizes = _Measure() if measured else None
+        carry, total = self._replay.record(
+            partial(self._run_segment, begin, counting, end, total=total), carry,
+            checked=itemgetter(0), start=partial(self._start_again, begin),
+            measure=None if sizes is None else sizes.add,
+        )  # fmt: skip
+        self._measure = None
         if sizes is not None:
-            generators = self._replays.start().rng or ()
+            generators = self._replay.checkpoint(None).rng or ()
             state = tensors(carry[1])
             graph = sizes.total() - sizes.before_last
             size = memory([*tensors(carry), *generators])
@@ -152,22 +134,15 @@ class RecomputedSteps:
         require gradients as in the forward pass."""
         not_traced(_save_nothing)
         with (
-            torch.set_grad_enabled(self._replays.kept.keeps_graphs), self._replays.modes(),
+            torch.set_grad_enabled(self._replay.kept.keeps_graphs), self._replay.modes(),
             saved_tensors_hooks(_save_nothing, _save_nothing),
         ):  # fmt: skip
             return self._run_segment(begin, end, end, copy_nesting(carry))[0]
 
-    def _run_again(self, begin: int, counting: int, end: int, requires_grad: list[bool]) -> State:
-        """The carry after the steps of a segment, in the backward pass."""
-        if write_counts(self._leaves or []) != self._writes:
-            raise RuntimeError(changed(self._replays.kept.op))
-        checkpoint = self._checkpoints.at(begin, self._pass_over)
-        requires = iter(requires_grad)
-        carry = map_tensors(lambda t: t.detach().requires_grad_(next(requires)), checkpoint.carry)
-        with self._replays.from_start(checkpoint.start):
-            carry, _ = self._run_segment(begin, counting, end, carry)
-        self._writes = write_counts(self._leaves or [])
-        return carry
+    def _start_again(self, begin: int) -> Checkpoint:
+        """What a segment starts from when it runs again."""
+        self._replay.check_unwritten(self._leaves or [], self._writes)
+        return self._checkpoints.at(begin, self._pass_over)
 
 
 class _Measure:
@@ -195,23 +170,15 @@ def memory(given: Collection[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-class _Checkpoint(NamedTuple):
-    """All that is needed to run from a step on."""
-
-    carry: State  # without a graph
-    writes: list[int]
-    start: Start
-
-
 class _Checkpoints:
     """Kept checkpoints, from the nearest of which any other is reached again."""
 
-    def __init__(self, replays: Replays, starts: Collection[int]) -> None:
-        self._replays = replays
+    def __init__(self, replay: Replay, starts: Collection[int]) -> None:
+        self._replay = replay
         self._starts = frozenset(starts)
-        self._saved: dict[int, _Checkpoint] = {}
+        self._saved: dict[int, Checkpoint] = {}
         self._ahead = set(starts)  # that have not been reached
-        self.windows: dict[int, Start] = {}  # of `starts`, while `rewind` may go back there
+        self.windows: dict[int, Checkpoint] = {}  # of `starts`, while `rewind` may go back there
         self._grid: list[int] = [0]
         self._kept: int | None = None  # how many there may be beside `starts`; None: all
         self._first: set[int] = set()  # those of the grid that the first pass keeps
@@ -225,7 +192,7 @@ class _Checkpoints:
         """Keep a checkpoint to which `rewind` will go back."""
         if step in self._ahead:
             self._ahead.remove(step)
-            self.windows[step] = self._replays.start(graphs=True)
+            self.windows[step] = self._replay.checkpoint(carry, graphs=True)
             if step not in self._saved:
                 self._save(step, carry)
 
@@ -235,28 +202,26 @@ class _Checkpoints:
         if wanted and step not in self._saved:
             self._save(step, carry)
 
-    def _save(self, step: int, carry: State) -> _Checkpoint:
-        carry = detach(carry)
-        writes = [write_count(tensor) for tensor in tensors(carry)]
-        checkpoint = self._saved[step] = _Checkpoint(carry, writes, self._replays.start())
+    def _save(self, step: int, carry: State) -> Checkpoint:
+        checkpoint = self._saved[step] = self._replay.checkpoint(carry)
         return checkpoint
 
-    def at(self, step: int, pass_over: Callable[[int, int, State], State]) -> _Checkpoint:
+    def at(self, step: int, pass_over: Callable[[int, int, State], State]) -> Checkpoint:
         """The checkpoint before a step: a kept one, or one that is reached again."""
         if self._kept is not None:  # later ones have been used, as a rule, and make room
             for later in [t for t in self._droppable() if t > step]:
                 del self._saved[later]
         near = max(t for t in self._saved if t <= step)
-        checkpoint = self._intact(near)
+        checkpoint = self._saved[near]
         if near == step:
             return checkpoint
-        with self._replays.from_start(checkpoint.start):
+        with self._replay.running_from(checkpoint):
             while near < step:
                 between = self._grid[bisect_right(self._grid, near) : bisect_left(self._grid, step)]
                 room = max(0, (self._kept or 0) - len(self._droppable()))
                 ahead = split(len(between) + 2, room)
                 stop = between[ahead - 1] if ahead <= len(between) else step
-                checkpoint = self._save(stop, pass_over(near, stop, checkpoint.carry))
+                checkpoint = self._save(stop, pass_over(near, stop, checkpoint.state))
                 if not room:
                     del self._saved[stop]
                 near = stop
@@ -265,12 +230,6 @@ class _Checkpoints:
     def _droppable(self) -> set[int]:
         """Those that are there, but need not be."""
         return self._saved.keys() - self._starts - {0}
-
-    def _intact(self, step: int) -> _Checkpoint:
-        checkpoint = self._saved[step]
-        if [write_count(tensor) for tensor in tensors(checkpoint.carry)] != checkpoint.writes:
-            raise RuntimeError(changed(self._replays.kept.op))
-        return checkpoint
 
 
 def _save_nothing(_: Any) -> Any:

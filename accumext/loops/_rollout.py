@@ -29,7 +29,7 @@ from accumext.recurrence import (
     tensors,
     with_shapes,
     write_counts,
-    zero_gradient_tie,
+    zero_dependency,
 )
 from accumext.tensors.checks import (
     REDUCTIONS,
@@ -272,9 +272,10 @@ def _no_steps(state: State, start: State) -> RolloutOutput:
     """The loss 0, with zero gradients for what would have had one."""
     given = tensors((state, start))
     device = given[0].device if given else None
-    tie = zero_gradient_tie(given) if torch.is_grad_enabled() else None
-    zero = torch.zeros((), device=device)
-    return RolloutOutput(zero if tie is None else tie, copy_nesting(state), None)
+    zero = zero_dependency(given) if torch.is_grad_enabled() else None
+    if zero is None:
+        zero = torch.zeros((), device=device)
+    return RolloutOutput(zero, copy_nesting(state), None)
 
 
 def _check(

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from accumext.distributed import gathered_once
 from accumext.recurrence import (
+    Checkpoint,
     Feedback,
     Inputs,
     KeptState,
     NoBatchAsSequence,
     ReadAsSequence,
-    Replays,
+    Replay,
     Resets,
-    Start,
     State,
     Truncation,
     batch_dim_of,
@@ -29,7 +29,6 @@ from accumext.recurrence import (
     check_options,
     check_unwritten,
     detach,
-    fingerprints_of,
     freeze,
     hook_beyond,
     map_tensors,
@@ -41,7 +40,7 @@ from accumext.recurrence import (
     with_shapes,
     within_length_of,
     write_counts,
-    zero_gradient_tie,
+    zero_dependency,
 )
 from accumext.tensors.checks import (
     FLOAT_DTYPES,
@@ -173,7 +172,7 @@ def tbptt(
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows, reset, batch_dim or 0)
     history = None
     if k1 < k2:
-        history = _StateHistory(k2, Replays(KeptState(OP, "step", step), targets.device))
+        history = _StateHistory(k2, Replay(KeptState(OP, "step", step), targets.device))
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
     # State and context may come from one graph, as those of an encoder do, which one backward pass
     # frees: then the last window of all takes the gradients of the state along.
@@ -193,8 +192,9 @@ def tbptt(
         with gathered_once(OP, step, criterion) as gathered:
             loss, state = running.run(first, begin, end, state, history)
             loss = loss * loss_factor
-            for tie in [graph.tie() for graph in ([initial] if reaches_initial else []) + [memory]]:
-                loss = loss if tie is None else loss + tie.to(loss.dtype)
+            for shared in [initial, memory] if reaches_initial else [memory]:
+                if (zero := shared.zero_dependency()) is not None:
+                    loss = loss + zero.to(loss.dtype)
             if gathered is not None:
                 loss = gathered.finish(loss)
         _call_backward(backward, loss, bool(losses))
@@ -323,8 +323,10 @@ class _Steps:
             if t == 0:
                 _check_order(output, state, new_state)
             state = new_state if self.rows is None else self.rows.freeze(t, new_state, state)
-            if history is not None and t + 1 in (begin, end):
-                history.check(t, output, state)
+            if history is not None:
+                history.replay.compare(t, (output, state))
+                if t + 1 == end:
+                    history.replay.note(t, (output, state))
             if t < begin:
                 continue  # replayed for its graph; its loss belonged to an earlier window
             losses.append(self.losses.of(t, output))
@@ -361,49 +363,27 @@ def _shape(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else type_name(value)
 
 
-class _SavedState(NamedTuple):
-    """The start of a step."""
-
-    step: int
-    state: State  # detached
-    write_counts: list[int]
-    start: Start
-
-
 class _StateHistory:
-    """The detached states of the last k2 steps and what else they began with, where windows
-    overlap."""
+    """The starts of the last k2 steps, where windows overlap."""
 
-    def __init__(self, k2: int, replays: Replays) -> None:
-        self._replays = replays
-        self._saved: deque[_SavedState] = deque(maxlen=k2)
-        self._last = -1  # the last step of the window before
-        self._results: list[Tensor] = []  # of that step, their fingerprints
+    def __init__(self, k2: int, replay: Replay) -> None:
+        self.replay = replay
+        self._starts: deque[tuple[int, Checkpoint]] = deque(maxlen=k2)
 
     def save(self, step: int, state: State) -> None:
-        """Save the state before `step`, once."""
-        if not self._saved or self._saved[-1].step < step:
-            state = detach(state)
-            counts = write_counts(tensors(state))
-            start = self._replays.start(graphs=True)
-            self._saved.append(_SavedState(step, state, counts, start))
-
-    def check(self, step: int, output: Tensor, state: State) -> None:
-        """Raise if a window that goes back before the end of the window before comes to other
-        results there."""
-        if step == self._last:
-            self._replays.check_same((output, state), self._results)
-        self._last, self._results = step, fingerprints_of((output, state))
+        """Save what `step` starts from, once."""
+        if not self._starts or self._starts[-1][0] < step:
+            self._starts.append((step, self.replay.checkpoint(state, graphs=True)))
 
     def restore(self, step: int, current: State) -> State:
         """The state before `step`, with the generators put back so that dropout replays, and what
         the step has kept; `current` if the step has not been run yet."""
-        for saved in self._saved:
-            if saved.step == step:
+        for saved, start in self._starts:
+            if saved == step:
                 what = "no state of an earlier step"
-                check_unwritten(OP, "step", what, tensors(saved.state), saved.write_counts)
-                self._replays.go_back(saved.start)
-                return saved.state
+                check_unwritten(OP, "step", what, start.read, start.writes)
+                self.replay.go_back(start)
+                return start.state
         return current
 
 
@@ -441,9 +421,9 @@ class _SharedGraph:
         self._hooked[id(value)] = hooked
         return hooked
 
-    def tie(self) -> Tensor | None:
+    def zero_dependency(self) -> Tensor | None:
         """A 0 that makes backward reach every tensor that earlier windows have a gradient for."""
-        return zero_gradient_tie([*self._hooked.values()])
+        return zero_dependency([*self._hooked.values()])
 
 
 def _check(

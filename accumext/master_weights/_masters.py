@@ -43,7 +43,7 @@ _is_cpu = attrgetter("is_cpu")
 
 
 @dataclass(eq=False)
-class Link:
+class Master:
     """The parameter that a master stands for."""
 
     parameter: Tensor  # half precision
@@ -51,10 +51,13 @@ class Link:
     version: int | None = None  # of the parameter when the two last agreed; None: not known
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Link, (self.parameter, self.stochastic)  # copies of tensors count their writes anew
+        return Master, (
+            self.parameter,
+            self.stochastic,
+        )  # copies of tensors count their writes anew
 
     @torch.no_grad()
-    def settle(self, master: Tensor, write_master: bool) -> None:
+    def sync(self, master: Tensor, write_master: bool) -> None:
         """Where the parameter is no rounding of its master, write the one into the other."""
         half, wide = dense_storage(self.parameter.detach()), dense_storage(master.detach())
         values = half.to(wide.device, wide.dtype)
@@ -72,7 +75,7 @@ class Link:
             half.copy_(torch.where(agree, values, wide))
 
 
-def links_of(tensors: Iterable[Tensor]) -> dict[Tensor, Link]:
+def links_of(tensors: Iterable[Tensor]) -> dict[Tensor, Master]:
     """The masters among these, and what each stands for."""
     return {t: link for t in tensors if (link := getattr(t, "master_of", None)) is not None}
 
@@ -146,7 +149,7 @@ def _master_of(parameter: Tensor, place: torch.device | None, stochastic: bool) 
     if values.is_cpu and not parameter.is_cpu:
         values = values.pin_memory()
     master = nn.Parameter(values)
-    vars(master)["master_of"] = Link(parameter, stochastic, *versions([parameter]))
+    vars(master)["master_of"] = Master(parameter, stochastic, *versions([parameter]))
     return master
 
 
@@ -156,7 +159,7 @@ def _crossing(parameters: Iterable[Tensor], masters: Iterable[Tensor]) -> list[b
     return [on_host and not here for here, on_host in places]
 
 
-class Target:
+class SteppedTensors:
     """The tensors an optimizer steps on: the model's parameters, or masters of some of them."""
 
     def __init__(self, op: str, optimizer: Optimizer, masters: Any) -> None:
@@ -219,23 +222,23 @@ class Target:
         return wait
 
     @torch.no_grad()
-    def lend_grads(self) -> None:
+    def set_master_grads(self) -> None:
         """Give the masters their parameters' gradients as they are now."""
         for master, link in self.links.items():
             grad = link.parameter.grad
             master.grad = None if grad is None else grad.to(master.device, master.dtype)
 
-    def take_grads_back(self) -> None:
+    def clear_master_grads(self) -> None:
         """Undo that."""
         for master in self.links:
             master.grad = None
 
-    def take_over(self) -> None:
+    def follow_parameters(self) -> None:
         """Let masters follow parameters that others have written, as their versions tell."""
         now = versions([link.parameter for link in self.links.values()])
         for (master, link), version in zip(self.links.items(), now, strict=True):
             if version is None or version != link.version:
-                link.settle(master, write_master=True)
+                link.sync(master, write_master=True)
                 link.version = version
 
     def rounding(self, skip: Scalar = 0.0, *, every: bool = False) -> Rounding:
@@ -250,7 +253,7 @@ class Target:
 
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            self.take_over()
+            self.follow_parameters()
             masters = list(self.links)
             before = versions(masters)
             try:
@@ -321,7 +324,7 @@ class Target:
             link = self.links[master]
             source = link.parameter if saved is None else saved["parameters"][index]
             master.copy_(source.detach())
-            link.settle(master, write_master=False)
+            link.sync(master, write_master=False)
         if saved is not None:
             self.roundings = saved["roundings"]
 
@@ -329,7 +332,7 @@ class Target:
 class Rounding:
     """Masters on their way into their parameters: once, unless they are written again."""
 
-    def __init__(self, target: Target, masters: list[Tensor], skip: Scalar = 0.0) -> None:
+    def __init__(self, target: SteppedTensors, masters: list[Tensor], skip: Scalar = 0.0) -> None:
         self._target, self._masters = target, masters
         self._skip = skip  # not zero: nothing is written
         self._first_seed = target.roundings
@@ -375,7 +378,7 @@ def _send_rounded(pairs: list[tuple[Tensor, Tensor]], seeds: Iterator[Tensor | N
             parameter.copy_(values, non_blocking=True)
 
 
-def _check_one_each(op: str, name: str, links: dict[Tensor, Link]) -> None:
+def _check_one_each(op: str, name: str, links: dict[Tensor, Master]) -> None:
     """Raise unless every element that masters are rounded into has one master."""
     parameters = [link.parameter for link in links.values()]
     if len(set(parameters)) < len(parameters):
@@ -388,7 +391,7 @@ def _check_one_each(op: str, name: str, links: dict[Tensor, Link]) -> None:
 
 
 def _check_saved(op: str, saved: Any, mine: dict[int, Tensor]) -> None:
-    """Raise unless this is what `Target.state_dict` saved of these masters by index."""
+    """Raise unless this is what `SteppedTensors.state_dict` saved of these masters by index."""
     name = "state_dict['masters']"
     if not isinstance(saved, dict) or saved.keys() != {"parameters", "roundings"}:
         contract = "be what the state_dict of an optimizer with masters has there"

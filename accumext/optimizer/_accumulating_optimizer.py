@@ -14,36 +14,32 @@ from torch.amp import GradScaler
 from torch.autograd.graph import GradientEdge
 from torch.optim import Optimizer
 
-from accumext.master_weights import Target
-from accumext.optimizer._agreement import agree_on_shards
+from accumext.master_weights import SteppedTensors
 from accumext.optimizer._backward import (
     UNWEIGHTED,
     BackwardPass,
     check_loss_and_weight,
-    open_micro_batch,
     run_backward,
 )
-from accumext.optimizer._factors import normaliser
-from accumext.optimizer._grads import Used, fresh, grad_of, grads_of, is_none
+from accumext.optimizer._checkpoint import pack, unpack
+from accumext.optimizer._closures import refuse_without_closure
+from accumext.optimizer._engine import LEAVING, Engine, others_of
+from accumext.optimizer._grads import ConsumedGrads, fresh, grad_of, grads_of, is_none
+from accumext.optimizer._micro_batch import open_micro_batch
 from accumext.optimizer._other_passes import (
     ONE_FOR_EACH,
+    move_others_out_of_grad,
     part_from_others,
     scale_of_pending,
     take_other_pass,
-    take_others_out,
 )
-from accumext.optimizer._processes import collect_held
 from accumext.optimizer._proxy import OptimizerProxy, takes
+from accumext.optimizer._reducer import know_parameters, reducer_of
 from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import create_scale, refuse_unscaled
-from accumext.optimizer._settings import (
-    OP,
-    check_settings,
-    check_weight,
-)
+from accumext.optimizer._settings import OP, check_settings, check_weight
 from accumext.optimizer._step import flush, run_step, stepping_at_once
-from accumext.optimizer._sums import add_micro_batch, take_out
-from accumext.optimizer._window import LEAVING, Box, others_of, pack, unpack
+from accumext.optimizer._sums import add_micro_batch, move_out_of_grad
 from accumext.optimizer._wrong_loops import Watch, warn_of_a_full_window
 from accumext.tensors import checks
 from accumext.tensors.checks import OnNonfinite, Reduction, Synchronize, explained
@@ -55,13 +51,16 @@ def _setting(name: str, doc: str) -> Any:
     """A property that is a setting of the optimizer, checked when it is assigned."""
 
     def get(self: Any) -> Any:
-        return getattr(self._box.settings, name)
+        return getattr(self._engine.settings, name)
 
     def assign(self: Any, value: Any) -> None:
-        arguments = {**self._box.settings._asdict(), name: value}
-        for found in ("needs_closure", "names_closure", "looks_first"):
+        arguments = {**self._engine.settings._asdict(), name: value}
+        for found in ("needs_closure", "names_closure", "policy"):
             del arguments[found]
-        self._box.settings = check_settings(self.optimizer, **arguments)
+        self._engine.settings = settings = check_settings(self.optimizer, **arguments)
+        if name == "process_group":
+            self._engine.reducer.group = None
+            self._engine.reducer.share(settings.process_group)
 
     return property(get, assign, doc=doc)
 
@@ -195,8 +194,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             reduce_in_backward=reduce_in_backward,
             synchronize=synchronize,
         )
-        self.optimizer = optimizer
-        self._box = Box(optimizer, settings, Target(OP, optimizer, masters), Watch())
+        self.optimizer, target = optimizer, SteppedTensors(OP, optimizer, masters)
+        self._engine = Engine(optimizer, settings, target, reducer_of(target.parameters()), Watch())
 
     def backward(
         self,
@@ -241,7 +240,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             listed = None if inputs is None else tuple(inputs)
             call = BackwardPass(loss, call.weight, retain_graph, create_graph, listed)
             call.check_options(op)
-        run_backward(self._box, self, op, call)
+        run_backward(self._engine, self, op, call)
 
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor = UNWEIGHTED) -> None:
@@ -266,34 +265,33 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> scaler.scale(loss).backward()
             >>> opt.accumulate(weight=len(targets))
         """
-        op, box = f"{OP}.accumulate", self._box
-        box.refuse_backward(op)
-        box.refuse_inside_micro_batch(op)
+        op, engine = f"{OP}.accumulate", self._engine
+        engine.refuse(op)
+        refuse_without_closure(op, engine)
         count = None if weight is UNWEIGHTED else check_weight(op, weight)
-        box.thread = get_ident()
-        refuse_unscaled(op, box.settings.scaler, self, self.optimizer)
-        parameters = box.target.parameters()
+        engine.thread = get_ident()
+        refuse_unscaled(op, engine.settings.scaler, self, self.optimizer)
+        parameters = engine.tensors.parameters()
         grads: list[Tensor | None] = []
-        if not box.state.window.in_grad:
-            part_from_others(op, box, parameters)
-            grads = fresh(parameters, box.state.used)
-        made = box.state.other_pass
+        if not engine.state.in_grad:
+            part_from_others(op, engine, parameters)
+            grads = fresh(parameters, engine.state.consumed)
+        made = engine.state.other_pass
         if made is None and all(map(is_none, grads)):
             advice = "Run a backward pass first; backward() has accumulated already"
-            if others_of(box):
+            if others_of(engine):
                 advice += f". {ONE_FOR_EACH}"
             contract = "hold new gradients"
             raise RuntimeError(checks.message(op, ".grad", contract, "none", advice))
-        agree_on_shards(op, box)
-        if box.state.window.micro_batches >= box.settings.window:
-            warn_of_a_full_window(box)
-        if box.state.last is not None:
-            box.state.last.evidence = None
+        engine.reducer.begin(op, engine)
+        if engine.state.micro_batches >= engine.settings.window:
+            warn_of_a_full_window(engine)
+        engine.forget_evidence()
         if made is not None and all(map(is_none, grads)):
-            take_other_pass(op, box, made, count)
+            take_other_pass(op, engine, made, count)
             return
-        scale, count = scale_of_pending(op, box), 1.0 if count is None else count
-        add_micro_batch(box, op, parameters, grads, count, scale, accumulated=True)
+        scale, count = scale_of_pending(op, engine), 1.0 if count is None else count
+        add_micro_batch(engine, op, parameters, grads, count, scale, accumulated=True)
 
     @contextmanager
     def micro_batch(self, model: torch.nn.Module | None = None) -> Iterator[None]:
@@ -325,9 +323,9 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.step()
         """
         op = f"{OP}.micro_batch"
-        self._box.refuse_backward(op)
-        self._box.refuse_inside_micro_batch(op)
-        with open_micro_batch(op, self._box, model):
+        self._engine.refuse(op)
+        refuse_without_closure(op, self._engine)
+        with open_micro_batch(op, self._engine, model):
             yield
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -362,7 +360,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.step()
             >>> opt.zero_grad()
         """
-        return run_step(self._box, self, f"{OP}.step", closure, kwargs)
+        return run_step(self._engine, self, f"{OP}.step", closure, kwargs)
 
     setattr(step, STEP_IS_WRAPPED, True)  # hooks run around the wrapped step alone
     # GradScaler asks for it in every step, and what is there need not be found again.
@@ -377,7 +375,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.flush()  # after the last batch of an epoch
         """
-        flush(self._box, self, f"{OP}.flush")
+        flush(self._engine, self, f"{OP}.flush")
         setattr(self, HAS_STEPPED, True)  # a learning-rate scheduler sees only calls of `step`
 
     def discard(self) -> None:
@@ -389,8 +387,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.discard()
         """
-        self._box.refuse_inside_micro_batch(f"{OP}.discard")
-        self._box.drop()
+        self._engine.refuse(f"{OP}.discard")
+        self._engine.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear `.grad`. An open window keeps what it has: see `discard`.
@@ -407,21 +405,22 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.zero_grad()
         """
-        box, parameters = self._box, self._box.target.parameters()
-        if box.state.window.in_grad:
-            take_out(box, parameters)
-        if len(LEAVING) > box.leaves:
-            take_others_out(box, parameters)
-        if box.state.last is not None:
-            box.state.last.evidence = None
-        if box.state.other_pass is not None:
-            box.state = box.state._replace(other_pass=None)
-        ours = [] if box.target.is_parameters else parameters  # the wrapped one has only masters
+        engine, parameters = self._engine, self._engine.tensors.parameters()
+        if engine.state.in_grad:
+            move_out_of_grad(engine, parameters)
+        if len(LEAVING) > engine.leaves:
+            move_others_out_of_grad(engine, parameters)
+        engine.forget_evidence()
+        if engine.state.other_pass is not None:
+            engine.update(other_pass=None)
+        ours = (
+            [] if engine.tensors.is_parameters else parameters
+        )  # the wrapped one has only masters
         clear, may_leave = self.optimizer.zero_grad, not set_to_none
         if getattr(clear, "__func__", None) is Optimizer.zero_grad:
             if not (set_to_none and all(map(is_none, map(grad_of, parameters)))):
                 clear(set_to_none)
-        elif box.state.window.micro_batches:  # it may clear more, of the micro-batches before
+        elif engine.state.micro_batches:  # it may clear more, of the micro-batches before
             ours = parameters
         else:
             clear(**takes(clear, set_to_none=set_to_none))
@@ -430,10 +429,10 @@ class AccumulatingOptimizer(OptimizerProxy):
             for parameter in ours:
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.detach().zero_()
-        if box.state.used.seen or ours or may_leave:
+        if engine.state.consumed.seen or ours or may_leave:
             left = [] if ours and set_to_none else grads_of(parameters)
-            used = Used() if all(map(is_none, left)) else Used().after(left)
-            box.commit(box.state._replace(used=used), ours if set_to_none else ())
+            used = ConsumedGrads() if all(map(is_none, left)) else ConsumedGrads().after(left)
+            engine.commit(engine.state._replace(consumed=used), ours if set_to_none else ())
 
     @property
     def stepped(self) -> bool:
@@ -443,7 +442,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> if opt.stepped:
             ...     scheduler.step()
         """
-        return self._box.state.stepped
+        return self._engine.state.stepped
 
     @property
     def last(self) -> WindowReport | None:
@@ -453,7 +452,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> if opt.stepped and opt.last.skipped:
             ...     print("not finite:", opt.last.nonfinite)
         """
-        return self._box.state.last
+        return self._engine.state.last
 
     def stats(self) -> dict[str, float]:
         """The last closed window for any logger, in one device read; {} before the first.
@@ -465,7 +464,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> progress_bar.set_postfix(opt.stats())
         """
-        last = self._box.state.last
+        last = self._engine.state.last
         return {} if last is None else last.stats()
 
     @torch.no_grad()
@@ -487,18 +486,17 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.main_grad(model.weight)
             tensor([[-16.]])
         """
-        box, parameters = self._box, self._box.target.parameters()
+        engine, parameters = self._engine, self._engine.tensors.parameters()
         index = next((i for i, p in enumerate(parameters) if p is parameter), None)
         if index is None:
             contract = "be a parameter of this optimizer"
             checks.fail_value(f"{OP}.main_grad", "parameter", contract, "another tensor")
-        if box.sharded is not None:
-            box.sharded.refuse_while_held(f"{OP}.main_grad")
-        window = box.state.window.of(parameters)
-        main = parameter.grad if window.in_grad else window.sums[index]
+        engine.reducer.refuse_while_held(f"{OP}.main_grad")
+        window = engine.state.window.of(parameters)
+        main = parameter.grad if engine.state.in_grad else window.sums[index]
         if main is None:
             return None
-        return main.to(main_dtype(parameter)) * normaliser(window, "sum").value()
+        return main.to(main_dtype(parameter)) * window.ledger.quotient("sum").value()
 
     @torch.no_grad()
     def accumulation_state_dict(self) -> dict[str, Any]:
@@ -518,11 +516,11 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> torch.save({"opt": opt.state_dict(), "open": opt.accumulation_state_dict()}, path)
         """
-        op, box = f"{OP}.accumulation_state_dict", self._box
-        box.refuse_while_reducing(op)
-        collect_held(box, op)
-        packed = pack(box.state.window.out_of_grad(box.target.parameters()))
-        box.state = box.state._replace(saved=box.state.window.micro_batches)
+        op, engine = f"{OP}.accumulation_state_dict", self._engine
+        engine.refuse(op)
+        engine.reducer.collect(op, engine)
+        packed = pack(engine.window_out_of_grad())
+        engine.update(saved=engine.state.micro_batches)
         return packed
 
     @torch.no_grad()
@@ -541,29 +539,29 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.load_accumulation_state_dict(torch.load(path)["open"])
         """
         op = f"{OP}.load_accumulation_state_dict"
-        box = self._box
-        box.refuse_inside_micro_batch(op)
-        parameters, scaler = box.target.parameters(), box.settings.scaler
+        engine = self._engine
+        engine.refuse(op)
+        parameters, scaler = engine.tensors.parameters(), engine.settings.scaler
         window = unpack(op, state_dict, parameters)
         if any(main is not None for main in window.sums):
             create_scale(scaler, parameters[0].device)
-        box.drop(window._replace(sums=box.target.send(list(window.sums))()))
-        box.state = box.state._replace(saved=window.micro_batches)
+        engine.drop(window._replace(sums=engine.tensors.send(list(window.sums))()))
+        engine.update(saved=window.ledger.micro_batches)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
         if name.startswith("_") or not callable(value):
             return value
         if name.endswith("step"):  # such as `first_step` of SAM
-            value = stepping_at_once(self._box, name, value)
-        return self._box.target.followed(value)  # such as `eval()` of schedule-free ones
+            value = stepping_at_once(self._engine, name, value)
+        return self._engine.tensors.followed(value)  # such as `eval()` of schedule-free ones
 
     def state_dict(self) -> dict[str, Any]:
         """Exactly the wrapped optimizer's, so that checkpoints move both ways.
 
         With masters it has one entry more, "masters", which optimizers without them pass over.
         """
-        return self._box.target.state_dict(self.optimizer.state_dict())
+        return self._engine.tensors.state_dict(self.optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of the wrapped optimizer, from with or without this wrapper.
@@ -575,7 +573,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             ValueError: its groups, or its masters, are not of this optimizer's parameters.
         """
         load, op = self.optimizer.load_state_dict, f"{OP}.load_state_dict"
-        self._box.target.load_state_dict(op, state_dict, load)
+        self._engine.tensors.load_state_dict(op, state_dict, load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group to the wrapped optimizer; it may hold masters if others do.
@@ -584,12 +582,12 @@ class AccumulatingOptimizer(OptimizerProxy):
             ValueError: it holds masters and none of the others do, or a parameter would be stepped
                 on twice.
         """
-        self._box.target.check_added(f"{OP}.add_param_group", param_group)
+        self._engine.tensors.check_added(f"{OP}.add_param_group", param_group)
         try:
             self.optimizer.add_param_group(param_group)
-            self._box.know_parameters()
+            know_parameters(self._engine)
         except BaseException:  # the optimizer may hold the group
-            self._box.know_parameters()
+            know_parameters(self._engine)
             raise
 
     def __repr__(self) -> str:
@@ -601,5 +599,5 @@ class AccumulatingOptimizer(OptimizerProxy):
         fields += [f"{name}=True" for name in options if getattr(self, name)]
         if self.synchronize != "backward":
             fields.append(f"synchronize={self.synchronize!r}")
-        fields.append(f"{self._box.state.window.micro_batches}/{self.window} micro-batches")
+        fields.append(f"{self._engine.state.micro_batches}/{self.window} micro-batches")
         return f"{type(self).__name__}({self.optimizer!r}, {', '.join(fields)})"

@@ -33,13 +33,13 @@ def present(grads: Iterable[Tensor | None]) -> list[Tensor]:
     return [grad for grad in grads if grad is not None]
 
 
-def put(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
+def set_grads(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
     """Set `.grad` of each."""
     for parameter, grad in zip(parameters, grads):
         parameter.grad = grad
 
 
-def clear(parameters: Iterable[Tensor]) -> None:
+def clear_grads(parameters: Iterable[Tensor]) -> None:
     """Empty `.grad`."""
     for parameter in parameters:
         parameter.grad = None
@@ -52,7 +52,7 @@ def clear_these(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) ->
             parameter.grad = None
 
 
-class Used(NamedTuple):
+class ConsumedGrads(NamedTuple):
     """The gradients that the last step found, or `zero_grad` left, in `.grad`, as they were then.
 
     Those that the wrapper's own `backward` made (`ours`) are used up: the next `backward` clears
@@ -71,16 +71,18 @@ class Used(NamedTuple):
         self,
         grads: Sequence[Tensor | None],  # in `.grad` now
         ours: Sequence[bool] = (),  # where the step was given what the wrapper's backward had made
-    ) -> Used:
+    ) -> ConsumedGrads:
         """Record the present gradients as used. None was used up before: steps clear those."""
         weakly = [None if grad is None else ref(grad) for grad in grads]
         known = [grad if mine else None for grad, mine in zip(grads, ours)]
         buckets = (
             dist.is_available() and dist.is_initialized() and any(map(is_view, present(known)))
         )
-        return Used(weakly, versions(grads), ours, known if buckets else ())
+        return ConsumedGrads(weakly, versions(grads), ours, known if buckets else ())
 
-    def after_writes(self, grads: Sequence[Tensor | None], between: Sequence[int | None]) -> Used:
+    def after_writes(
+        self, grads: Sequence[Tensor | None], between: Sequence[int | None]
+    ) -> ConsumedGrads:
         """The same where these were written twice since, alike, and hold what they did: their
         versions between the writes tell how many one counts."""
         rows = zip(self.versions, between, versions(grads), strict=False)
@@ -111,7 +113,7 @@ class Used(NamedTuple):
         return [mine and same for mine, same in zip(ours, self.unchanged(grads))]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Used, ()  # copies come without `.grad`
+        return ConsumedGrads, ()  # copies come without `.grad`
 
 
 def _unchanged_or_moved(unchanged: bool, known: Tensor | None, grad: Tensor | None) -> bool:
@@ -129,7 +131,7 @@ def _unchanged_or_moved(unchanged: bool, known: Tensor | None, grad: Tensor | No
 GONE = dict[int, tuple[ReferenceType[Tensor], ReferenceType[Tensor], int | None]]()
 
 
-def note_gone(used: Used, parameters: Sequence[Tensor]) -> None:
+def note_gone(used: ConsumedGrads, parameters: Sequence[Tensor]) -> None:
     """Remember what an optimizer of these parameters leaves that ends."""
     for parameter, seen, version, mine in zip(parameters, used.seen, used.versions, used.ours):
         if mine and seen is not None and seen() is not None:
@@ -142,7 +144,7 @@ def _forget(key: int, _: object) -> None:
 
 
 def used_up_by(
-    several: Iterable[tuple[Used, Sequence[Tensor]]],  # with the parameters of each
+    several: Iterable[tuple[ConsumedGrads, Sequence[Tensor]]],  # with the parameters of each
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor | None],  # of these
 ) -> list[bool]:
@@ -157,7 +159,9 @@ def used_up_by(
     return [g is not None and key in known and known[key] == now for key, g, now in rows]
 
 
-def fresh(parameters: Sequence[Tensor], used: Used, *, new: bool = False) -> list[Tensor | None]:
+def fresh(
+    parameters: Sequence[Tensor], used: ConsumedGrads, *, new: bool = False
+) -> list[Tensor | None]:
     """The gradients in `.grad` that no step has used up.
 
     Args:

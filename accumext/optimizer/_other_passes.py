@@ -19,32 +19,33 @@ from torch import Tensor
 from accumext.ops.any_tensors import (
     scale_,
 )
+from accumext.optimizer._engine import LEAVING, Engine, engines_alive
 from accumext.optimizer._grads import (
     GONE,
-    Used,
+    ConsumedGrads,
     fresh,
     grads_of,
     is_none,
-    put,
+    set_grads,
     used_up_by,
 )
 from accumext.optimizer._scaler import current_scale
 from accumext.optimizer._settings import OP
-from accumext.optimizer._sums import add_micro_batch, own_their_memory, take_out
-from accumext.optimizer._window import LEAVING, Box, OtherPass, boxes_alive
+from accumext.optimizer._sums import add_micro_batch, move_out_of_grad, own_their_memory
+from accumext.optimizer._window import OtherPass
 from accumext.tensors.checks import message
-from accumext.tensors.scalars import Scalar, divide
+from accumext.tensors.scalars import Scalar, divide, on_device
 from accumext.tensors.torch_private import leaves_since, not_compiled
 
 
 def run_beside_others(
-    box: Box, loss: Tensor, weight: Scalar, factor: Scalar, run: Callable[[], None]
+    engine: Engine, loss: Tensor, weight: Scalar, factor: Scalar, run: Callable[[], None]
 ) -> None:
     """Run a backward pass of `loss * factor`, and tell other wrappers what it made of theirs."""
-    known, theirs = set(map(id, box.target.parameters())), list[tuple[Box, list[Tensor]]]()
+    known, theirs = set(map(id, engine.tensors.parameters())), list[tuple[Engine, list[Tensor]]]()
     parted = set[int]()
-    for other in _others(box, loss):
-        parameters = other.target.parameters()
+    for other in _others(engine, loss):
+        parameters = other.tensors.parameters()
         if not known.isdisjoint(map(id, parameters)):
             parameters = [p for p in parameters if id(p) not in known]
             parted.add(id(other))
@@ -53,38 +54,38 @@ def run_beside_others(
         theirs.append((other, parameters))
     parameters = list(chain.from_iterable(several for _, several in theirs))
     before = grads_of(parameters)
-    begin = list(chain.from_iterable(starmap(partial(_earlier_parts, box), theirs)))
+    begin = list(chain.from_iterable(starmap(partial(_earlier_parts, engine), theirs)))
 
     def put_back() -> None:
         if not all(map(is_, grads_of(parameters), before)):
-            put(parameters, before)
+            set_grads(parameters, before)
 
     try:
         if not all(map(is_, before, begin)):
-            put(parameters, begin)
+            set_grads(parameters, begin)
         run()
         for other, several in theirs:
             if not all(map(is_none, grads := grads_of(several))):
-                _tell(box, other, several, grads, weight, factor, id(other) in parted)
+                _tell(engine, other, several, grads, weight, factor, id(other) in parted)
         put_back()
     except BaseException:
         put_back()
         raise
 
 
-def _others(box: Box, loss: Tensor) -> list[Box]:
+def _others(engine: Engine, loss: Tensor) -> list[Engine]:
     """Other wrappers that are used in this thread: what another thread does in the meantime is not
     to be taken for this pass. Those that may have come here from another count if it reaches them.
     """
-    thread, found = get_ident(), list[Box]()
-    came, box.thread = box.thread != thread, thread
-    for other in reversed(boxes_alive()):  # the latest of several that hold a parameter is in use
-        unused = other.state.last is None and not other.state.window.micro_batches
-        if other is not box and other.thread != thread and (came or unused):
+    thread, found = get_ident(), list[Engine]()
+    came, engine.thread = engine.thread != thread, thread
+    for other in reversed(engines_alive()):  # the latest of several that hold a parameter is in use
+        unused = other.state.last is None and not other.state.micro_batches
+        if other is not engine and other.thread != thread and (came or unused):
             reached = set(map(id, leaves_since(0, [loss])))
-            if not reached.isdisjoint(map(id, other.target.parameters())):
+            if not reached.isdisjoint(map(id, other.tensors.parameters())):
                 other.thread = thread
-        if other is not box and other.thread == thread:
+        if other is not engine and other.thread == thread:
             found.append(other)
     return found
 
@@ -93,27 +94,27 @@ def _others(box: Box, loss: Tensor) -> list[Box]:
 
 
 @not_compiled
-def part_from_others(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
+def part_from_others(op: str, engine: Engine, parameters: Sequence[Tensor]) -> bool:
     """Leave nothing in `.grad` of what `backward` of other wrappers made of parameters that both
     hold. Tells whether there was anything.
 
     Raises:
         RuntimeError: there is more, of a pass of the user's, which may be meant for both.
     """
-    sharing = _sharing(box, parameters)
+    sharing = _sharing(engine, parameters)
     gone = not GONE.keys().isdisjoint(map(id, parameters))
     if not (sharing or gone):
         return False
-    holders = [other for other in sharing if other.state.window.in_grad]
-    grads = fresh(parameters, box.state.used, new=True)
-    several = [(other.state.used, other.target.parameters()) for other in sharing]
+    holders = [other for other in sharing if other.state.in_grad]
+    grads = fresh(parameters, engine.state.consumed, new=True)
+    several = [(other.state.consumed, other.tensors.parameters()) for other in sharing]
     old = used_up_by(several, parameters, grads)
-    theirs = {id(p) for holder in holders for p in holder.target.parameters()}
+    theirs = {id(p) for holder in holders for p in holder.tensors.parameters()}
     rows = zip(parameters, grads, old, strict=True)
     if holders and any(not (g is None or used or id(p) in theirs) for p, g, used in rows):
         got = "also one of a backward pass of your own"
         raise RuntimeError(message(op, ".grad", _OWN, got, ONE_FOR_EACH))
-    take_others_out(box, parameters)
+    move_others_out_of_grad(engine, parameters)
     for parameter, used in zip(parameters, old):
         if used:
             parameter.grad = None
@@ -122,32 +123,32 @@ def part_from_others(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
     return bool(holders) or any(old)
 
 
-def take_others_out(box: Box, parameters: Sequence[Tensor]) -> None:
+def move_others_out_of_grad(engine: Engine, parameters: Sequence[Tensor]) -> None:
     """Take the windows of other wrappers out of `.grad` of parameters that both hold."""
-    for other in _sharing(box, parameters):
-        if other.state.window.in_grad:
-            take_out(other, other.target.parameters())
+    for other in _sharing(engine, parameters):
+        if other.state.in_grad:
+            move_out_of_grad(other, other.tensors.parameters())
 
 
-def _sharing(box: Box, parameters: Sequence[Tensor]) -> list[Box]:
+def _sharing(engine: Engine, parameters: Sequence[Tensor]) -> list[Engine]:
     """Other wrappers that hold some of these parameters, and have left gradients in `.grad`."""
     mine = set(map(id, parameters))
     return [
         other
-        for other in boxes_alive(LEAVING)
-        if other is not box and not mine.isdisjoint(map(id, other.target.parameters()))
+        for other in engines_alive(LEAVING)
+        if other is not engine and not mine.isdisjoint(map(id, other.tensors.parameters()))
     ]
 
 
-def own_is_pending(op: str, box: Box, parameters: Sequence[Tensor]) -> bool:
+def own_is_pending(op: str, engine: Engine, parameters: Sequence[Tensor]) -> bool:
     """Tell whether anything lies in `.grad` beside what others have made.
 
     Raises:
         RuntimeError: nothing does, and the window is empty.
     """
-    parted = part_from_others(op, box, parameters)
+    parted = part_from_others(op, engine, parameters)
     pending = not all(map(is_none, grads_of(parameters)))
-    if parted and not (pending or box.state.window.micro_batches or box.state.accumulated):
+    if parted and not (pending or engine.state.micro_batches or engine.state.accumulated):
         got = "only that of another one that holds the parameters, too"
         raise RuntimeError(message(op, ".grad", _OWN, got, ONE_FOR_EACH))
     return pending
@@ -160,24 +161,26 @@ ONE_FOR_EACH = (
 )
 
 
-def _out_of_buckets(other: Box, parameters: Sequence[Tensor]) -> None:
+def _out_of_buckets(other: Engine, parameters: Sequence[Tensor]) -> None:
     """Take out of `.grad` what a pass would write over that finds it empty: DistributedDataParallel
     does so in its buckets, of which gradients may be views."""
     grads = grads_of(parameters)
     dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
     if own_their_memory(dense):
         return
-    if other.state.window.in_grad:
-        take_out(other, other.target.parameters())
+    if other.state.in_grad:
+        move_out_of_grad(other, other.tensors.parameters())
         return
-    used = used_up_by([(other.state.used, other.target.parameters())], parameters, grads)
+    used = used_up_by([(other.state.consumed, other.tensors.parameters())], parameters, grads)
     for parameter, grad, gone in zip(parameters, grads, used):
         parameter.grad = None if gone or grad is None else grad.clone()
 
 
-def _earlier_parts(box: Box, other: Box, parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _earlier_parts(
+    engine: Engine, other: Engine, parameters: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
     """What earlier parts of this micro-batch made of these parameters; autograd adds to it."""
-    made, micro_batch = other.state.other_pass, box.state.micro_batch
+    made, micro_batch = other.state.other_pass, engine.state.micro_batch
     if made is None or micro_batch is None or made.key is not micro_batch.key:
         return [None] * len(parameters)
     known = dict(zip(map(id, made.parameters), made.grads))
@@ -185,8 +188,8 @@ def _earlier_parts(box: Box, other: Box, parameters: Sequence[Tensor]) -> Sequen
 
 
 def _tell(
-    box: Box,
-    other: Box,
+    engine: Engine,
+    other: Engine,
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     weight: Scalar,
@@ -194,30 +197,32 @@ def _tell(
     partly: bool,
 ) -> None:
     """Let another wrapper know what a pass of this one made of its parameters."""
-    if isinstance(factor, Tensor):  # a weight of zero on a device, which cannot be divided by
+    if on_device(factor):  # a weight of zero on a device, which cannot be divided by
         factor = torch.where(factor == 0, 1.0, factor)
-    micro_batch, old = box.state.micro_batch, other.state.other_pass
+    micro_batch, old = engine.state.micro_batch, other.state.other_pass
     key = None if micro_batch is None else micro_batch.key
     several = old is not None and (old.several or key is None or old.key is not key)
-    scale = current_scale(OP, box.settings.scaler)
-    made = OtherPass(parameters, grads, weight, factor, scale, box.group, key, several, partly)
-    other.state = other.state._replace(other_pass=made)
+    scale = current_scale(OP, engine.settings.scaler)
+    made = OtherPass(
+        parameters, grads, weight, factor, scale, engine.reducer.group, key, several, partly
+    )
+    other.update(other_pass=made)
 
 
 def forget_parts(key: object) -> None:
     """Drop what a micro-batch that has failed made of other wrappers' parameters."""
-    for other in boxes_alive():
+    for other in engines_alive():
         if other.state.other_pass is not None and other.state.other_pass.key is key:
-            other.state = other.state._replace(other_pass=None)
+            other.update(other_pass=None)
 
 
-def take_other_pass(op: str, box: Box, made: OtherPass, weight: Scalar | None) -> None:
+def take_other_pass(op: str, engine: Engine, made: OtherPass, weight: Scalar | None) -> None:
     """Take what another wrapper's pass made as a micro-batch. In no_grad.
 
     Args:
         weight: what it counts; None: what it counts there.
     """
-    if made.several or made.partly or box.sharded is not None:
+    if made.several or made.partly or engine.reducer.base_weight is not None:
         contract, got = "hold new gradients", "those of another AccumulatingOptimizer's backward"
         advice = "Run loss.backward() for both, and accumulate(weight) of each"
         if made.partly:
@@ -227,23 +232,24 @@ def take_other_pass(op: str, box: Box, made: OtherPass, weight: Scalar | None) -
             advice = "Call accumulate() after each of them, or zero_grad() before one that counts"
         raise RuntimeError(message(op, ".grad", contract, got, advice))
     known = dict(zip(map(id, made.parameters), made.grads))
-    parameters = box.target.parameters()
+    parameters = engine.tensors.parameters()
     grads = [known.get(id(p)) for p in parameters]
     if made.group is not None:
-        window = box.state.window._replace(held_back=True)
-        box.state = box.state._replace(window=window, model_group=made.group)
+        engine.reducer.share(made.group)
+        engine.update(window=engine.state.window._replace(unreduced=True))
     count = made.weight if weight is None else weight
-    add_micro_batch(box, op, parameters, grads, count, made.factor, accumulated=True)
-    window = box.state.window._replace(loss_scale=made.loss_scale)
-    box.state = box.state._replace(window=window, other_pass=None)
+    add_micro_batch(engine, op, parameters, grads, count, made.factor, accumulated=True)
+    window = engine.state.window
+    ledger = window.ledger._replace(loss_scale=made.loss_scale)
+    engine.update(window=window._replace(ledger=ledger), other_pass=None)
 
 
-def pass_over(op: str, box: Box, own: bool) -> None:
+def pass_over(op: str, engine: Engine, own: bool) -> None:
     """Drop what another wrapper's pass made, at a step on gradients of its own, in `.grad` or in
     the window. Raise if there are none: nobody can tell whether to step on those of the other."""
-    full = box.state.window.micro_batches >= box.settings.window
-    if own or full or box.state.accumulated:
-        box.state = box.state._replace(other_pass=None)
+    full = engine.state.micro_batches >= engine.settings.window
+    if own or full or engine.state.accumulated:
+        engine.update(other_pass=None)
         return
     contract = "hold a gradient of this optimizer's own backward pass"
     got = "only that of another AccumulatingOptimizer's backward"
@@ -258,29 +264,29 @@ def pass_over(op: str, box: Box, own: bool) -> None:
 
 
 @not_compiled
-def note_scale(op: str, box: Box) -> None:
+def note_scale(op: str, engine: Engine) -> None:
     """Before a step that updates its scaler: let other wrappers with that scaler know the scale of
     the gradients that they have not taken yet."""
-    scaler = box.settings.scaler
-    for other in boxes_alive():
-        if other is box or other.settings.scaler is not scaler or other.state.window.in_grad:
+    scaler = engine.settings.scaler
+    for other in engines_alive():
+        if other is engine or other.settings.scaler is not scaler or other.state.in_grad:
             continue
-        grads, noted = fresh(other.target.parameters(), other.state.used, new=True), [False]
+        grads, noted = fresh(other.tensors.parameters(), other.state.consumed, new=True), [False]
         if other.state.earlier_scale is not None:  # a step before this one has told them
             noted = other.state.earlier_scale[0].unchanged(grads)
         if not all(map(is_none, grads)) and not any(noted):
-            earlier = Used().after(grads), current_scale(op, scaler)
-            other.state = other.state._replace(earlier_scale=earlier)
+            earlier = ConsumedGrads().after(grads), current_scale(op, scaler)
+            other.update(earlier_scale=earlier)
 
 
-def scale_of_pending(op: str, box: Box) -> Scalar:
+def scale_of_pending(op: str, engine: Engine) -> Scalar:
     """The loss scale of what a backward pass of the user left in `.grad`: that in force, to which
     gradients from before another wrapper's update of the scaler are brought."""
-    scale, earlier = current_scale(op, box.settings.scaler), box.state.earlier_scale
+    scale, earlier = current_scale(op, engine.settings.scaler), engine.state.earlier_scale
     if earlier is not None:
-        grads = grads_of(box.target.parameters())
+        grads = grads_of(engine.tensors.parameters())
         same = [g for g, same in zip(grads, earlier[0].unchanged(grads)) if g is not None and same]
-        box.state = box.state._replace(earlier_scale=None)
+        engine.update(earlier_scale=None)
         with torch.no_grad():
             scale_(same, divide(scale, earlier[1]))
     return scale

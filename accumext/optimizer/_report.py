@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accumext.tensors.kinds import nonfinite
-from accumext.tensors.scalars import Scalar, as_tensor
+from accumext.tensors.scalars import Scalar, as_tensor, on_device
 
 Name: TypeAlias = str | int  # an index, in the order of the groups, where there are no names
 
@@ -88,7 +88,7 @@ class WindowReport:
     @property
     def known_to_be_skipped(self) -> bool:
         """True if the host knows already that the step was left out."""
-        return not isinstance(self._skipped, Tensor) and bool(self._skipped)
+        return not on_device(self._skipped) and bool(self._skipped)
 
     @property
     def nonfinite(self) -> list[Name]:

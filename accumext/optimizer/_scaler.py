@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 from accumext.optimizer._settings import OP
 from accumext.tensors import scalars
 from accumext.tensors.checks import fail_value, message
-from accumext.tensors.scalars import Scalar, as_tensor, to_host_if_free
+from accumext.tensors.scalars import Scalar, as_tensor, on_device, to_host_if_free
 from accumext.tensors.torch_private import OptState, optimizer_states, saved_factor, scale_tensor
 
 # Operations after scaler.scale that are looked through, as in `scaler.scale(loss) / n`.
@@ -93,7 +93,7 @@ def update(
     if optimizer_states(scaler) is not begun:
         return
     state = optimizer_states(scaler)[id(optimizer)]
-    if isinstance(found_inf, Tensor):
+    if on_device(found_inf):
         flag = as_tensor(found_inf, torch.float32, device)
     else:
         flag = torch.full((), found_inf, dtype=torch.float32, device=device)
@@ -134,7 +134,7 @@ def outer_scale(op: str, proxy: object, scaler: GradScaler | None, accumulated: 
     scale, found_inf = vars(proxy)["grad_scale"], vars(proxy)["found_inf"]
     return OuterScale(
         1.0 if scale is None else to_host_if_free(scale),
-        to_host_if_free(found_inf != 0) if isinstance(found_inf, Tensor) else 0.0,
+        to_host_if_free(found_inf != 0) if on_device(found_inf) else 0.0,
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -17,9 +16,24 @@ from accumext.optimizer._accelerate import refuse_prepared
 from accumext.optimizer._opacus import PER_SAMPLE, has_own_gradients
 from accumext.tensors import checks, scalars
 from accumext.tensors.kinds import Group, is_dtensor
-from accumext.tensors.scalars import Scalar
+from accumext.tensors.scalars import Scalar, on_device
 
 OP = "AccumulatingOptimizer"
+
+
+class Policy(NamedTuple):
+    """What an inf or NaN does."""
+
+    apart: bool = False  # micro-batches are looked at before they are added, in a second set
+    leaves_out: bool = False  # those that are not finite count nowhere
+    raises: bool = False
+
+
+_POLICIES: dict[str, Policy] = {
+    "skip_window": Policy(),
+    "skip_micro_batch": Policy(apart=True, leaves_out=True),
+    "raise": Policy(apart=True, raises=True),
+}
 
 
 class Settings(NamedTuple):
@@ -37,7 +51,7 @@ class Settings(NamedTuple):
     synchronize: checks.Synchronize
     needs_closure: bool  # whether the wrapped `step` cannot be called without one
     names_closure: bool  # whether it takes one by name alone
-    looks_first: bool  # whether a micro-batch is kept apart until it is known to be finite
+    policy: Policy  # of `on_nonfinite`
 
 
 # Arguments of which the type alone is asked.
@@ -82,7 +96,7 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
         **given,
         needs_closure=needs_closure,
         names_closure=closure is not None and closure.kind is closure.KEYWORD_ONLY,
-        looks_first=given["on_nonfinite"] != "skip_window",
+        policy=_POLICIES[given["on_nonfinite"]],
     )
     refuse_prepared(OP, optimizer)
     _refuse_conflicts(settings, optimizer)
@@ -100,7 +114,7 @@ def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
     looks = f"on_nonfinite={policy!r}, which looks at whole micro-batches first"
     closure = f"{type(optimizer).__name__}, which needs a closure"
     for applies, needed, reason, advice in (
-        (settings.looks_first, _LOOKS_FIRST, looks, None),
+        (settings.policy.apart, _LOOKS_FIRST, looks, None),
         (settings.synchronize == "window", _ONCE_PER_WINDOW, "synchronize='window'", None),
         (settings.needs_closure, _NEEDS_CLOSURE, closure, None),
         (has_own_gradients(optimizer), _WITHOUT_WINDOW, *PER_SAMPLE),
@@ -120,7 +134,7 @@ def unlike_bare(settings: Settings) -> dict[str, Any]:
 
 def check_weight(op: str, weight: object) -> Scalar:
     """A finite number of at least 0; a 0-dim tensor on a device stays there, in float64."""
-    if isinstance(weight, Tensor):
+    if on_device(weight):
         if weight.dim() != 0:
             contract = "be a number or a 0-dim tensor"
             checks.fail_value(op, "weight", contract, f"shape {list(weight.shape)}")

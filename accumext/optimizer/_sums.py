@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -12,33 +12,29 @@ from torch import Tensor
 
 from accumext import ops
 from accumext.ops.any_tensors import (
-    global_norm,
     group_by_device,
     scale_,
 )
+from accumext.optimizer._engine import Engine
 from accumext.optimizer._grads import grads_of, is_none, present
-from accumext.optimizer._report import named
+from accumext.optimizer._looking import adding_if_finite, raise_nonfinite
 from accumext.optimizer._settings import OP
-from accumext.optimizer._window import Box, Window
+from accumext.optimizer._window import Window
 from accumext.tensors import scalars
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import (
     any_dtensor,
-    dense_storages,
     dtype_of,
     fit_one_call,
     is_sparse,
     local_tensors,
     main_dtype,
     main_dtypes,
-    nonfinite,
-    zero_flag,
 )
-from accumext.tensors.scalars import Scalar, divide, maximum, to_device, to_host_if_free
+from accumext.tensors.scalars import Scalar, divide, equals, to_device
 from accumext.tensors.torch_private import (
     not_compiled,
     record_function,
-    sparse_values,
     storage_users,
 )
 
@@ -48,71 +44,28 @@ _storage_of = methodcaller("untyped_storage")
 _bytes_of_storage = methodcaller("nbytes")
 
 
-_ONE: Scalar = 1.0
-_NONE: Scalar = 0.0
-
-
-# The unit
+# Counting
 
 
 def count_in(
     window: Window,
     weight: Scalar,
     scale: Scalar,
-    fixed: Scalar | None = None,
-    found_inf: Scalar = _NONE,
+    base: Scalar | None = None,
+    found_inf: Scalar | None = None,
 ) -> tuple[Window, Scalar]:
-    """Count a micro-batch whose loss had this scale. The first sets the unit, and the scale.
-
-    Its gradients are to be multiplied by the window's scale and by what is returned beside the
-    window: weight / unit.
-
-    Args:
-        fixed: the unit where it is known without looking at weights.
-        found_inf: what somebody else found in the gradients.
-    """
-    unit, sums_scale, ratio = window.unit, window.scale, _ONE
-    if unit is None:
-        sums_scale = scale
-    if fixed is not None:
-        unit = fixed if unit is None else unit
-        ratio = weight if not isinstance(unit, Tensor) and unit == 1.0 else weight / unit
-    elif unit is not None:
-        ratio = 1.0 if weight is unit else weight / unit
-    elif isinstance(weight, Tensor):  # the unit divides: it is no zero of the device
-        unit = torch.where(weight > 0, weight, 1.0)
-        ratio = (weight > 0).double()
-    elif weight == 0.0:
-        ratio = 0.0
-    else:
-        unit = weight
-    counted = window._replace(
-        micro_batches=window.micro_batches + 1,
-        weight=window.weight + weight,
-        unit=unit,
-        scale=sums_scale,
-        loss_scale=scale,
-        found_inf=window.found_inf if found_inf is _NONE else maximum(window.found_inf, found_inf),
-        norm=None,
-        agreed=False,  # after a step that failed the weight is the mean of what was there then
-    )
-    return counted, ratio
+    """Count a micro-batch as `Ledger.with_micro_batch` does."""
+    ledger, ratio = window.ledger.with_micro_batch(weight, scale, base, found_inf)
+    return window._replace(ledger=ledger, norm=None), ratio
 
 
-def enlarge_unit(window: Window, weight: Scalar) -> Window:
-    """Make the unit the largest weight, so that no loss is multiplied by more than its scale: half
-    precision has no room above. Writes the sums where that changes it."""
-    unit = window.unit
-    if unit is None or weight is unit:
+def enlarge_base(window: Window, weight: Scalar) -> Window:
+    """Make the largest weight the base. Writes the sums where that changes it."""
+    ledger, factor = window.ledger.with_larger_base(weight)
+    if ledger is window.ledger:
         return window
-    if not isinstance(unit, Tensor) and not isinstance(weight, Tensor):
-        if weight <= unit:
-            return window
-        larger: Scalar = weight
-    else:
-        larger = maximum(weight, unit) if isinstance(weight, Tensor) else maximum(unit, weight)
-    scale_(present(window.sums), unit / larger)
-    return window._replace(unit=larger, norm=None)
+    scale_(present(window.sums), factor)
+    return window._replace(ledger=ledger, norm=None)
 
 
 # Adding
@@ -136,7 +89,7 @@ class Plan(NamedTuple):
 
 def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Plan:
     """Plan to add `grads * factor` to the sums. A parameter's first gradient becomes its sum."""
-    counts = isinstance(factor, Tensor) or factor != 0.0
+    counts = not equals(factor, 0.0)
     if not set(map(id, present(window.sums))).isdisjoint(map(id, grads)):
         contract = "be another tensor in every micro-batch of a window"
         advice = "Assign a copy: p.grad = grad.clone()"
@@ -181,7 +134,7 @@ def _take(
 ) -> Tensor | None:
     """Make `grads * factor` sums: the tensors themselves, where their memory is their own, they are
     of the sums' dtype and the factor is 1. Returns the norm of all if one call has found it."""
-    one = not isinstance(factor, Tensor) and factor == 1.0
+    one = equals(factor, 1.0)
     dtypes = main_dtypes([parameters[i] for i in indices])
     if one and dtypes == list(map(dtype_of, grads)) and own_their_memory(grads):
         for i, grad in zip(indices, grads, strict=True):
@@ -239,6 +192,11 @@ def adopt(window: Window, grads: Sequence[Tensor | None]) -> Window:
     return window._replace(sums=sums, norm=None)
 
 
+def is_plain(main: Tensor) -> bool:
+    """Tell whether an operator can add to a sum."""
+    return fit_one_call([main]) and not main.requires_grad
+
+
 def made(window: Window, index: int) -> tuple[Window, Tensor]:
     """The sum of a parameter, of zeros where it had none."""
     main = window.sums[index]
@@ -249,177 +207,68 @@ def made(window: Window, index: int) -> tuple[Window, Tensor]:
     return window._replace(norm=None), main
 
 
-# Adding what is finite alone
-
-
-def add_if_finite(
-    window: Window, grads: Sequence[Tensor | None], weight: Scalar, scale: Scalar
-) -> Callable[[list[Tensor]], Window]:
-    """Return a function that adds a micro-batch if finite, and else leaves the sums bit for bit.
-
-    The unit is 1, so that no dropped micro-batch can show in the sum of the others.
-
-    Returns:
-        As `Plan.run`: it appends a norm to a list when the kernel has run, which it does once.
-    """
-    window = window._replace(unit=(unit := 1.0 if window.unit is None else window.unit))
-    if not isinstance(weight, Tensor) and weight == 0.0:  # counts for nothing, finite or not
-        grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
-    there = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
-    found_inf = zero_flag(there[0][1].device if there else None)
-    sums, joined = list(window.sums), list[tuple[int, Tensor]]()
-    targets, dtypes = list[Tensor](), main_dtypes(window.parameters)
-    for i, grad in there:
-        main = sums[i]
-        if main is None:
-            main = torch.zeros_like(grad, dtype=dtypes[i]).detach()
-        elif main.is_sparse and not grad.is_sparse:
-            main = main.to_dense()
-        sums[i] = main
-        if grad.is_sparse:  # what it adds is formed apart, and joined below
-            grad = grad.coalesce()
-            addend = grad.to(main.dtype, copy=True)
-            sparse_values(addend).zero_()
-            joined.append((i, addend))
-            targets.append(addend)
-        else:
-            targets.append(main)
-    written = dense_storages(targets)
-    sources = dense_storages([g.coalesce() if g.is_sparse else g for _, g in there])
-    factor = to_device(found_inf.device, divide(window.scale, scale) * (weight / unit))
-
-    def run(norms: list[Tensor]) -> Window:
-        if not norms:
-            ops.accumulate_recorded(
-                norms, written, sources, inv_scale=factor, found_inf=found_inf, if_finite=True
-            )
-        kept = 1.0 - to_host_if_free(found_inf)
-        count = window.micro_batches
-        finite = float(count) if window.finite is None else window.finite
-        after = window._replace(
-            micro_batches=count + 1,
-            loss_scale=scale,
-            finite=finite + kept,
-            found_inf=maximum(window.found_inf, 1.0 - kept),
-        )
-        if not isinstance(kept, Tensor) and kept == 0.0:
-            bad = nonfinite([grad for _, grad in there])
-            names = tuple(window.parameters[there[i][0]] for i in bad)
-            return after._replace(dropped=window.dropped + names)
-        new = list(sums)
-        for i, addend in joined:
-            new[i] = new[i] + addend  # type: ignore[operator]
-        weight_now = window.weight + weight * kept
-        return after._replace(sums=new, weight=weight_now, norm=None)
-
-    return run
-
-
-def take_out(box: Box, parameters: Sequence[Tensor]) -> None:
-    """Take the window out of `.grad`, where another micro-batch is to come."""
-    window = box.state.window
-    if not window.in_grad:
-        if (aligned := window.of(parameters)) is not window:
-            box.state = box.state._replace(window=aligned)
-        return
-    grads = grads_of(parameters)
-    with torch.no_grad():
-        if window.unchecked:
-            start = Window(held_back=window.held_back).of(parameters)
-            out = add_if_finite(start, grads, window.weight, window.scale)([])
-        else:
-            start = window._replace(in_grad=False, sums=()).of(parameters)
-            out = adding(start, grads, 1.0).run([])
-    out = out._replace(loss_scale=window.loss_scale)
-    box.commit(box.state._replace(window=out), parameters)
-
-
 # A micro-batch
 
 
+def move_out_of_grad(engine: Engine, parameters: Sequence[Tensor]) -> None:
+    """Take the window out of `.grad`, where another micro-batch is to come."""
+    state = engine.state
+    window = state.window
+    if not state.in_grad:
+        if (aligned := window.of(parameters)) is not window:
+            engine.update(window=aligned)
+        return
+    grads, ledger = grads_of(parameters), window.ledger
+    with torch.no_grad():
+        if engine.settings.policy.leaves_out:
+            start = Window(unreduced=window.unreduced).of(parameters)
+            out = adding_if_finite(start, grads, ledger.weight, ledger.base_scale)([])
+        else:
+            out = adding(window.opened(parameters), grads, 1.0).run([])
+    engine.commit(state._replace(window=out), parameters)
+
+
 def add_micro_batch(
-    box: Box,
+    engine: Engine,
     op: str,
-    parameters: list[Tensor],
+    parameters: Sequence[Tensor],
     grads: list[Tensor | None],  # of the micro-batch
     weight: Scalar,
     scale: Scalar,  # what they are multiplied with
     *,
-    found_inf: Scalar = 0.0,  # what somebody else found in them
+    found_inf: Scalar | None = None,  # what somebody else found in them
     accumulated: bool = False,  # whether an outer GradScaler is too late then
     carried: bool = False,  # whether the loss was multiplied by its weight, too
 ) -> None:
     """Add one micro-batch to the window and empty `.grad`; after an exception neither. In no_grad.
 
-    Used-up gradients go, too: the window may have taken the same tensor from another parameter.
+    Consumed gradients go, too: the window may have taken the same tensor from another parameter.
     """
-    policy = box.settings.on_nonfinite
-    if policy == "raise":
-        raise_nonfinite(box, op, grads, weight, carried)
-    take_out(box, parameters)
-    window = box.state.window
+    if engine.settings.policy.raises:
+        raise_nonfinite(engine, op, grads, weight, carried)
+    move_out_of_grad(engine, parameters)
+    before, norms = engine.state, list[Tensor]()  # a norm says that the kernel has run
     with record_function("accumext::accumulate"):
-        here = box.target.send(grads)()
-        if policy == "skip_micro_batch":
-            run = add_if_finite(window, here, weight, scale)
+        here = engine.tensors.send(grads)()
+        if engine.settings.policy.leaves_out:
+            run = adding_if_finite(before.window, here, weight, scale)
         else:
-            fixed = box.sharded.unit if carried and box.sharded is not None else None
-            window, ratio = count_in(window, weight, scale, fixed, found_inf)
-            factor = (1.0 if carried else ratio) * divide(window.scale, scale)
+            base = engine.reducer.base_weight if carried else None
+            window, ratio = count_in(before.window, weight, scale, base, found_inf)
+            factor = (1.0 if carried else ratio) * divide(window.ledger.base_scale, scale)
             run = adding(window, here, factor).run
-        _commit(box, run, parameters, accumulated)
 
+        def rest() -> None:
+            state = before._replace(window=run(norms), micro_batch=None, other_pass=None)
+            after = state._replace(accumulated=accumulated or before.accumulated)
+            engine.commit(after, parameters)
 
-def _commit(
-    box: Box,
-    run: Callable[[list[Tensor]], Window],  # adds, once: a norm in the list says that it did
-    parameters: Sequence[Tensor],
-    accumulated: bool,
-) -> None:
-    """Add, and store that it was done; after an exception both or neither."""
-    before, norms = box.state, list[Tensor]()
-
-    def rest() -> None:
-        after = before._replace(
-            window=run(norms),
-            accumulated=accumulated or before.accumulated,
-            micro_batch=None,
-            other_pass=None,
-        )
-        box.commit(after, parameters)
-
-    try:
-        rest()
-    except BaseException:
-        if norms and box.state is before:
+        try:
             rest()
-        raise
-
-
-def raise_nonfinite(
-    box: Box,
-    op: str,
-    grads: Sequence[Tensor | None],  # by parameter
-    weight: Scalar,
-    carried: bool = False,
-) -> None:
-    """Refuse a micro-batch that counts and is not finite, naming the parameters.
-
-    Gradients averaged over shards count on all processes, which look at them together, also where
-    the weight of this one is zero.
-    """
-    counts = carried or isinstance(weight, Tensor) or weight > 0.0
-    there = [i for i, grad in enumerate(grads) if grad is not None]
-    found = present(grads)
-    if not counts or not found:
-        return
-    found_inf = zero_flag(found[0].device)
-    global_norm(found, norm_type=2.0, found_inf=found_inf)
-    if bool(found_inf):
-        names, parameters = box.names(), box.target.parameters()
-        mine = named([names[parameters[there[i]]] for i in nonfinite(found)])
-        got = f"inf or NaN in {mine or 'shards of other processes'}"
-        raise RuntimeError(message(op, "gradients", "be finite", got))
+        except BaseException:
+            if norms and engine.state is before:
+                rest()
+            raise
 
 
 # Multiplying

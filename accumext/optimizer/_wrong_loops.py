@@ -22,11 +22,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from accumext.optimizer._accelerate import is_accelerated
+from accumext.optimizer._engine import Engine, others_of
 from accumext.optimizer._grads import grads_of, is_none
 from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._report import named
 from accumext.optimizer._settings import unlike_bare
-from accumext.optimizer._window import Box, others_of
 from accumext.tensors import scalars
 from accumext.tensors.kinds import versions
 from accumext.tensors.torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
@@ -38,28 +38,28 @@ _ROUNDING = 0.01  # of the logarithm of a factor
 _MEAN = 1  # what nodes of torch's losses save of `reduction`
 
 
-def warn_of_a_full_window(box: Box) -> None:
+def warn_of_a_full_window(engine: Engine) -> None:
     """A micro-batch comes where a step should have."""
-    box.warn_once(
+    engine.warn_once(
         "full",
-        f"one more micro-batch comes into a window of {box.settings.window} that is full. Call "
+        f"one more micro-batch comes into a window of {engine.settings.window} that is full. Call "
         "opt.step(), not that of the wrapped optimizer, after every micro-batch, and put several "
         "backward passes that are one micro-batch into `with opt.micro_batch():`",
     )
 
 
-def warn_of_unscaled(box: Box) -> None:
+def warn_of_unscaled(engine: Engine) -> None:
     """Some losses come through `opt.backward`, which scales them, and another did not."""
-    box.warn_once(
+    engine.warn_once(
         "unscaled",
         "a backward pass of your own left gradients, and they are divided by the loss scale. Call "
         "opt.backward(loss) for every loss, or scaler.scale(loss).backward()",
     )
 
 
-def warn_of_skip(box: Box, proxy: Optimizer) -> None:
+def warn_of_skip(engine: Engine, proxy: Optimizer) -> None:
     """A window was skipped where no loss scale is to be found by trying."""
-    last = box.state.last
+    last = engine.state.last
     if last is None or "found_inf" in vars(proxy):
         return
     scale = float(last.loss_scale) if scalars.on_host(last.loss_scale) else math.inf
@@ -67,16 +67,16 @@ def warn_of_skip(box: Box, proxy: Optimizer) -> None:
         return
     names = named(last.nonfinite)
     where = f"the gradient of {names}" if names else f"its norm, with a loss scale of {scale:g}"
-    box.warn_once(
+    engine.warn_once(
         "skip",
         f"a window was skipped, for inf or NaN in {where}. This is said once; opt.last.skipped and "
         "opt.last.nonfinite tell of every window, and on_nonfinite='raise' stops at the first",
     )
 
 
-def warn_of_release(box: Box) -> None:
+def warn_of_release(engine: Engine) -> None:
     """Hooks of the parameters use gradients up while a backward pass runs."""
-    box.warn_once(
+    engine.warn_once(
         "nothing",  # for which this is the reason
         "hooks of the parameters take gradients out of .grad in the backward pass, as an optimizer "
         "does that steps there (gradient release, LOMO): it takes a step per backward pass, and "
@@ -85,10 +85,10 @@ def warn_of_release(box: Box) -> None:
     )
 
 
-def warn_of_another_step(box: Box, name: str) -> None:
+def warn_of_another_step(engine: Engine, name: str) -> None:
     """A step of the wrapped optimizer's own finds what is in `.grad`, and no window there."""
-    if ignored := " and ".join(unlike_bare(box.settings)):
-        box.warn_once(
+    if ignored := " and ".join(unlike_bare(engine.settings)):
+        engine.warn_once(
             "another step",
             f"{name} steps at once on what is in .grad, without {ignored}. Call opt.step(), "
             f"with a closure if the optimizer takes one; or leave {ignored} out",
@@ -107,116 +107,120 @@ class Watch:
         self._factor: float | None = None  # of a scaler and a clip, in the last micro-batch
         self._passes: _Passes | None = None  # since the last call of step
 
-    def see_loss(self, box: Box, loss: Tensor) -> None:
+    def see_loss(self, engine: Engine, loss: Tensor) -> None:
         """Before a backward pass: whether the loss is divided by what `step` divides by, too."""
-        window = box.settings.window
-        whole = box.state.micro_batch is None and box.settings.reduction == "mean"
+        window = engine.settings.window
+        whole = engine.state.micro_batch is None and engine.settings.reduction == "mean"
         self._divided = self._divided + 1 if whole and _is_divided(loss, window) else 0
         if self._divided == window:
-            box.warn_once(
+            engine.warn_once(
                 "divided",
                 f"the loss was divided by {window}, and a window is the mean of its micro-batches "
                 "already. Pass the loss itself: opt.backward(loss)",
             )
 
     def see_backward(
-        self, box: Box, parameters: Sequence[Tensor], before: Sequence[int | None]
+        self, engine: Engine, parameters: Sequence[Tensor], before: Sequence[int | None]
     ) -> None:
         """After a first backward pass: whether it has written parameters in place of gradients."""
-        rows = zip(before, versions(parameters), box.state.window.of(parameters).sums)
+        rows = zip(before, versions(parameters), engine.state.window.of(parameters).sums)
         if any(main is None and old != new for old, new, main in rows):
-            warn_of_release(box)
+            warn_of_release(engine)
 
     @not_compiled
-    def see_step(self, box: Box, parameters: Sequence[Tensor], pending: bool, scaled: bool) -> None:
+    def see_step(
+        self, engine: Engine, parameters: Sequence[Tensor], pending: bool, scaled: bool
+    ) -> None:
         """Before a call of step takes what is in `.grad`, which a GradScaler may have looked at."""
-        window, size = box.state.window, box.settings.window
-        self._see_gradients(box, parameters)
+        window, size = engine.state.window, engine.settings.window
+        self._see_gradients(engine, parameters)
         if size > 1:
-            self._see_groups(box, first=window.micro_batches + pending <= 1)
-            self._see_writes(box, parameters, stays=window.micro_batches + pending < size)
+            self._see_groups(engine, first=window.ledger.micro_batches + pending <= 1)
+            self._see_writes(engine, parameters, stays=window.ledger.micro_batches + pending < size)
             if (caller := _optimizer_around()) is not None:
-                _warn_of_one_around(box, f"{type(caller).__name__} calls step in every micro-batch")
+                _warn_of_one_around(
+                    engine, f"{type(caller).__name__} calls step in every micro-batch"
+                )
         if self._passes is not None:
             self._passes.end()
             if size > 1 and pending and scaled:
-                self._see_factor(box, self._passes.factor(parameters))
+                self._see_factor(engine, self._passes.factor(parameters))
             clips = not (scaled or (dist.is_available() and dist.is_initialized()))
-            told = "around" in box.warned  # of what may have written them
+            told = "around" in engine.warned  # of what may have written them
             if size > 1 and pending and not told and self._passes.sum_up(parameters, clips):
-                box.warn_once(
+                engine.warn_once(
                     "sums",
                     "every gradient was added to, or changed, since autograd made it, and "
                     f"window={size} counts this call of step as one micro-batch. Call step after "
                     "every backward pass, not after every window; put several passes that are one "
                     "micro-batch into `with opt.micro_batch():`; and leave the clip to max_norm",
                 )
-        self._windows += window.micro_batches + pending >= size
+        self._windows += window.ledger.micro_batches + pending >= size
         if self._windows == _WINDOWS:
-            box.watch = None
+            engine.watch = None
             return
-        watches = size > 1 and pending and box.sharded is None
+        watches = size > 1 and pending and engine.reducer.base_weight is None
         goes_on = not self._windows or self._factor is not None  # which takes two to compare
         self._passes = _Passes(parameters) if watches and goes_on else None
 
-    def _see_gradients(self, box: Box, parameters: Sequence[Tensor]) -> None:
-        window, calls = box.state.window, max(box.settings.window, 2)
+    def _see_gradients(self, engine: Engine, parameters: Sequence[Tensor]) -> None:
+        window, calls = engine.state.window, max(engine.settings.window, 2)
         found = not all(map(is_none, (*grads_of(parameters), *window.sums)))
-        if found or window.finite is not None or box.group is not None or box.sharded is not None:
+        if found or window.ledger.counted is not None or engine.reducer.shared:
             self._without = 0  # or one was dropped, or it is on another process
         elif any(parameter.requires_grad for parameter in parameters):
             self._without += 1
         if self._without == calls:
             if any(gradient_hooks(parameter)[1] for parameter in parameters):
-                warn_of_release(box)
+                warn_of_release(engine)
                 return
             text = (
                 f"{calls} calls of step found no gradient of any parameter. Call zero_grad after "
                 "step, not before it, and make the optimizer of the parameters that the loss is "
                 "computed from, after the last of them was replaced"
             )
-            if others_of(box):
+            if others_of(engine):
                 text += ". Another AccumulatingOptimizer has taken gradients of them: use one"
-            box.warn_once("nothing", text)
+            engine.warn_once("nothing", text)
 
-    def _see_groups(self, box: Box, first: bool) -> None:
+    def _see_groups(self, engine: Engine, first: bool) -> None:
         """What a schedule, or an optimizer around this one, counts in the parameter groups."""
-        before, numbers = self._numbers, list(map(_numbers_of, box.optimizer.param_groups))
+        before, numbers = self._numbers, list(map(_numbers_of, engine.optimizer.param_groups))
         if first or not before:
             self._numbers = numbers
             return
         pairs = list(zip(before, numbers))  # groups may have been added
         changed = {k for old, new in pairs for k in old if k in new and old[k] != new[k]}
         if "lr" in changed:
-            box.warn_once(
+            engine.warn_once(
                 "rates",
                 "the learning rate changed inside a window. Change it between two: if opt.stepped: "
                 "schedule.step()",
             )
         elif changed:
-            _warn_of_one_around(box, f"{min(changed)!r} of a parameter group {_CHANGED}")
+            _warn_of_one_around(engine, f"{min(changed)!r} of a parameter group {_CHANGED}")
 
-    def _see_writes(self, box: Box, parameters: Sequence[Tensor], stays: bool) -> None:
+    def _see_writes(self, engine: Engine, parameters: Sequence[Tensor], stays: bool) -> None:
         """Whether all parameters were written between two micro-batches of the second window: in
         the first it may be their first clamping to a range."""
         held, self._held = self._held, None
-        if box.sharded is not None:  # whose sums would be collective
+        if engine.reducer.base_weight is not None:  # whose sums would be collective
             return
-        written = held is not None and held.report is box.state.last and held.all_written()
-        if written and not others_of(box):  # which may have losses, and steps, of their own
-            _warn_of_one_around(box, f"the parameters {_CHANGED}")
+        written = held is not None and held.report is engine.state.last and held.all_written()
+        if written and not others_of(engine):  # which may have losses, and steps, of their own
+            _warn_of_one_around(engine, f"the parameters {_CHANGED}")
         if stays and self._windows:
-            sums = box.state.window.of(parameters).sums
+            sums = engine.state.window.of(parameters).sums
             reached = zip(parameters, grads_of(parameters), sums, strict=False)
-            self._held = _Held(box, [p for p, *grads in reached if not all(map(is_none, grads))])
+            self._held = _Held(engine, [p for p, *grads in reached if not all(map(is_none, grads))])
 
-    def _see_factor(self, box: Box, factor: float | None) -> None:
+    def _see_factor(self, engine: Engine, factor: float | None) -> None:
         """Whether more than a loss scale, which changes by powers of two, has multiplied."""
         before, self._factor = self._factor, factor
         if before and factor and factor / before > 0:
             powers = math.log2(factor / before)
             if abs(powers - round(powers)) > _ROUNDING:
-                box.warn_once(
+                engine.warn_once(
                     "unscaled clip",
                     "a clip after scaler.unscale_ clips one micro-batch, not the window. Leave it "
                     "to max_norm",
@@ -229,9 +233,9 @@ def _numbers_of(group: dict[str, Any]) -> dict[str, float]:
     return {key: number for key, number in numbers.items() if number is not None}
 
 
-def _warn_of_one_around(box: Box, what: str) -> None:
+def _warn_of_one_around(engine: Engine, what: str) -> None:
     """An optimizer around this one, or a schedule, acts at every call of step."""
-    box.warn_once(
+    engine.warn_once(
         "around",
         f"{what}. An optimizer around this one acts in every micro-batch: put "
         "AccumulatingOptimizer outermost, around that one, or pass window=1; and call schedules "
@@ -259,8 +263,8 @@ def _optimizer_around() -> Optimizer | None:
 class _Held:
     """Some parameters as they are when the window stays open."""
 
-    def __init__(self, box: Box, parameters: Sequence[Tensor]) -> None:
-        self.report = box.state.last  # another one after a step or flush
+    def __init__(self, engine: Engine, parameters: Sequence[Tensor]) -> None:
+        self.report = engine.state.last  # another one after a step or flush
         every = -(-len(parameters) // _LOOKED_AT) or 1
         self._parameters = parameters[::-every]  # also of the head: others may train the trunk
         self._versions = versions(self._parameters)
@@ -282,7 +286,7 @@ def _is_divided(loss: Tensor, by: int) -> bool:
     """
     node: Any = loss.grad_fn
     number = saved_factor(node) if by > 2 and node and node.name() == "DivBackward0" else None
-    if not isinstance(number, Tensor) or number.dim() or not scalars.on_host(number):
+    if not scalars.on_device(number) or number.dim() or not scalars.on_host(number):
         return False
     inner = node.next_functions[0][0]
     if inner is None or not inner.name().startswith("NllLoss") or inner._saved_reduction != _MEAN:

@@ -56,10 +56,7 @@ class Feedback:
         else:
             word = feedback
             if word.__class__ is not str or word not in FEEDBACK_WORDS:
-                advice = (
-                    f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
-                )
-                one_of(op, "feedback", word, FEEDBACK_WORDS, advice)
+                one_of(op, "feedback", word, FEEDBACK_WORDS, _SHARES)
         samples = word == "sample"
         plain = teacher_forcing.__class__ is temperature.__class__ is float and generator is None
         if not (plain and teacher_forcing == temperature == 1.0 and draw == "argmax"):

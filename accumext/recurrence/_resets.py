@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -44,11 +42,6 @@ class Resets:
                 got = f"{list(now.shape)} after {list(first.shape)}"
                 fail_value(op, called(op), contract, got, advice)
         return freeze(op, ~self.at(step, active), state, initial, batch_dim)
-
-    def spans(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
-        """[begin, end) in pieces, of which no row begins anew but before the first step."""
-        inner = sorted(step for step in self.steps if begin < step < end)
-        return pairwise([begin, *inner, end])
 
 
 def resets_of(

@@ -259,7 +259,7 @@ def hook_beyond(view: Tensor, function: Callable[[Tensor], Tensor]) -> None:
     view.grad_fn.register_hook(beyond)
 
 
-def zero_gradient_tie(given: list[Tensor]) -> Tensor | None:
+def zero_dependency(given: list[Tensor]) -> Tensor | None:
     """A 0 that depends on every given tensor, whose backward gives each a zero gradient."""
-    ties = [t.reshape(-1)[:0].sum().real for t in given if t.requires_grad]
-    return torch.stack([t.to(ties[0].dtype) for t in ties]).sum() if ties else None
+    zeros = [t.reshape(-1)[:0].sum().real for t in given if t.requires_grad]
+    return torch.stack([t.to(zeros[0].dtype) for t in zeros]).sum() if zeros else None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accumext.recurrence._cuts import cuts
 from accumext.recurrence._generators import own_generator
 from accumext.recurrence._resets import Resets
 from accumext.recurrence._states import State, detach, hook_beyond, map_tensors
@@ -177,10 +178,9 @@ def windows(steps: int, k1: int, k2: int) -> list[tuple[int, int, int]]:
     end before it. They flow back k2 steps from its end, or with k1 = k2 to the first of them, also
     in a last window of fewer steps.
     """
-    ends = [*range(k1, steps, k1), steps]
     return [
         (counting if k1 == k2 else max(0, end - k2), counting, end)
-        for counting, end in zip([0, *ends], ends, strict=False)
+        for counting, end in cuts(0, steps, k1)
     ]
 
 

@@ -9,7 +9,6 @@ import math
 import numbers
 import operator
 import sys
-import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, Literal, NoReturn, ParamSpec, TypeAlias, TypeVar, get_args
@@ -325,12 +324,9 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
         try:
             # without a compiler, whose import takes seconds, nothing traces
             return (not_traced if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
-        except TypeError as error:
-            frames = traceback.walk_tb(error.__traceback__)
-            if any(frame.f_code is function.__code__ for frame, _ in frames):
-                raise  # from inside of the function
+        except TypeError:
             sentence = _what_to_type(function, args, kwargs)
-            if sentence is None:
+            if sentence is None:  # from inside of the function, for one
                 raise
             raise TypeError(sentence) from None
 

@@ -13,12 +13,23 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 Scalar: TypeAlias = float | Tensor
 
 # Tells whether the host can read a tensor without waiting for a device. Everything that would wait
 # asks this function of this module: a test that replaces it has a CPU tensor treated as a GPU's.
 on_host = attrgetter("is_cpu")
+
+
+def on_device(number: object) -> TypeIs[Tensor]:
+    """Tell whether only a device knows a number: the one place that asks."""
+    return isinstance(number, Tensor)
+
+
+def equals(number: Scalar, value: float) -> bool:
+    """Tell whether a number is this one, as far as the host knows."""
+    return not isinstance(number, Tensor) and number == value
 
 
 def to_host_if_free(number: Tensor) -> Scalar:

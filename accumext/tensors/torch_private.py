@@ -311,25 +311,6 @@ own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buff
 own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
-@contextmanager
-def unchanged(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put attributes of modules and of their submodules back to what they were: parameters, buffers
-    and others, and what is in their lists and dicts, but not what tensors hold."""
-    inner = {id(m): m for module in modules for m in module.modules()}.values()
-    found = [(vars(m), dict(vars(m))) for m in inner]
-    containers = [v for _, values in found for v in values.values() if type(v) in (list, dict)]
-    contents = [(container, container.copy()) for container in containers]
-    try:
-        yield
-    finally:
-        for attributes, values in found:
-            attributes.clear()
-            attributes.update(values)
-        for container, content in contents:
-            container.clear()
-            container.extend(content) if type(container) is list else container.update(content)
-
-
 def translated_from(module: Any) -> tuple[str, str] | None:
     """The way in which torch has translated a module of its own, and its class, by torch.compile or
     torch.jit: the result is of another class. None for any other object."""
@@ -448,8 +429,8 @@ def sums_gradients(root: nn.Module) -> bool:
     return any(group.gradient_divide_factor == 1.0 for group in groups)
 
 
-# The phases of such a state, by name. In the third one FSDP's hooks around a forward only cast:
-# the weights are there, and gradients are reduced later.
+# The phases of such a state, by name. In the third one FSDP's hooks around a forward only cast, or
+# with torch 2.10 do nothing: the weights are there, and gradients are reduced later.
 IDLE_PHASE, FORWARD_PHASE, REPLAY_PHASE = "IDLE", "FORWARD", "PRE_BACKWARD"
 
 

@@ -19,15 +19,18 @@ import argparse
 import json
 import os
 import platform
-import re
 import subprocess
+import sys
 import tempfile
 import venv
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+sys.path.insert(0, str(HERE.parent))
+import _results  # noqa: E402
+
 INSTALL, TRAIN = 1800, 600  # seconds that a group and a program may take
 GROUPS = {  # programs by the environment that they share
     "hub": (
@@ -91,21 +94,14 @@ def ran(command: list[str], folder: Path) -> dict[str, Any]:
     return content
 
 
-def as_text(content: dict[str, Any]) -> str:
-    """JSON with a line for each step."""
-    text = json.dumps(content, indent=1)
-    for inner in (r"\[\n[^\[\]{}]*?\]", r"\{\n[^{}]*?\}"):
-        text = re.sub(inner, lambda found: re.sub(r"\n\s*", " ", found[0]), text)
-    return text + "\n"
-
-
-def result(found: dict[str, Any], audit: bool) -> str:
-    """The text of the file, in the order of the groups."""
+def result(found: dict[str, Any], audit: bool) -> dict[str, Any]:
+    """The content of the file, in the order of the groups."""
     order = [name for programs in GROUPS.values() for name in programs if name in found]
     named = "accumext" if audit else "torch"
     versions = (found[name].get("versions", {}).get(named) for name in order)
-    machine = {named: next(filter(None, versions), "-"), "python": platform.python_version()}
-    return as_text({"machine": machine, "trainers": {name: found[name] for name in order}})
+    facts = {named: next(filter(None, versions), "-"), "python": platform.python_version()}
+    machine = {"command": _results.command(), **facts}
+    return {"machine": machine, "trainers": {name: found[name] for name in order}}
 
 
 def main() -> None:
@@ -135,10 +131,9 @@ def main() -> None:
                     found[name] = {"error": f"cannot be installed: {error}"[:300]}
                 else:
                     found[name] = ran([python, *program], Path(temporary))
-                if args.json is not None:  # who is cut off leaves what was found
-                    args.json.write_text(result(found, args.audit), encoding="utf-8")
+                _results.write(args.json, result(found, args.audit))
     if args.json is None:
-        print(result(found, args.audit))
+        print(_results.as_text(result(found, args.audit)))
 
 
 if __name__ == "__main__":

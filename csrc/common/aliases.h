@@ -28,9 +28,12 @@ struct Place {
   }
 
   Lattice lattice() const {
-    Lattice result{address(), size_of(dtype), {}};
-    if (layout.empty()) result.dims.push_back({numel, {1}});
-    for (const auto& dim : layout) result.dims.push_back({dim.size, {dim.stride[operand]}});
+    const Range extent = range(0);
+    Lattice result{extent.begin, extent.end - extent.begin, {}};
+    for (const Dim<kOperands>& dim : layout) {
+      const int64_t stride = dim.stride[operand] * size_of(dtype);
+      if (stride > 0 && dim.size > 1) result.dims.push_back({dim.size, {stride}});
+    }
     return result;
   }
 };

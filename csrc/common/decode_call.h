@@ -10,18 +10,21 @@
 
 namespace accumext {
 
+// Dropout at one place.
+struct Dropout {
+  std::optional<Tensor> mask;  // bool: elements that are kept; nothing: all
+  double scale;                // of these
+};
+
 // The arguments of the operator; accumext/decoder/_operators.py says what each is.
 struct DecodeCall {
   Tensor table;                // [R, E]
   std::vector<Tensor> cell;    // per layer: weight_ih, weight_hh, bias_ih, bias_hh
   std::vector<Tensor> states;  // per layer: h [T + 1, B, H], and c of an LSTM
   CellKind kind;
-  std::optional<Tensor> dropout_mask;  // bool [T, L - 1, B, H]
-  double dropout_scale;
-  std::optional<Tensor> input_mask;  // bool [T, B, E]
-  double input_scale;
-  std::optional<Tensor> output_mask;  // bool [T, B, H]
-  double output_scale;
+  Dropout of_inputs;                   // [T, B, E]
+  Dropout between;                     // [T, L - 1, B, H]
+  Dropout of_outputs;                  // [T, B, H]
   Tensor inputs;                       // int64 [T, B]
   std::optional<Tensor> teacher;       // int64 [T, B]
   std::optional<Tensor> teacher_mask;  // bool [T, B]
@@ -46,9 +49,8 @@ struct DecodeCall {
 // was given.
 template <template <typename> class Decoding>
 int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t kind,
-                     std::optional<Tensor> dropout_mask, double dropout_scale,
-                     std::optional<Tensor> input_mask, double input_scale,
-                     std::optional<Tensor> output_mask, double output_scale, Tensor inputs,
+                     std::vector<std::optional<Tensor>> dropout_masks,
+                     std::vector<double> dropout_scales, Tensor inputs,
                      std::optional<Tensor> teacher, std::optional<Tensor> teacher_mask,
                      std::optional<Tensor> active, int64_t eos, int64_t pad,
                      std::optional<Tensor> uniforms, double temperature, Tensor head_weight,
@@ -56,16 +58,14 @@ int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t k
                      std::optional<Tensor> exps, std::optional<Tensor> stats,
                      std::optional<Tensor> rows, int64_t logit_rows, int64_t begin, int64_t end,
                      std::optional<Tensor> pre) {
+  require(dropout_masks.size() == 3 && dropout_scales.size() == 3);
   const DecodeCall call{table,
                         std::move(cell).tensors(),
                         std::move(states).tensors(),
                         cell_kind(kind),
-                        dropout_mask,
-                        dropout_scale,
-                        input_mask,
-                        input_scale,
-                        output_mask,
-                        output_scale,
+                        {dropout_masks[0], dropout_scales[0]},
+                        {dropout_masks[1], dropout_scales[1]},
+                        {dropout_masks[2], dropout_scales[2]},
                         inputs,
                         teacher,
                         teacher_mask,

@@ -151,11 +151,22 @@ def windows_of(batches: Sequence[Batch]) -> list[Sequence[Batch]]:
 # --- the loop -------------------------------------------------------------------------------------
 
 
-def run(loop: Looping, watch: Watch) -> Any:
-    """A loop, with a network and SGD if it takes them."""
+def run(loop: Looping, watch: Watch) -> tuple[Any, nn.Module, Any]:
+    """Run a loop, with a network and SGD if it takes them.
+
+    Returns:
+        what looked on last; the model and the optimizer that it was told.
+    """
+    seen: list[tuple[Any, nn.Module, Any]] = []
+
+    def watching(model: nn.Module, optimizer: Any, **options: Any) -> Any:
+        seen.append((watch(model, optimizer, **options), model, optimizer))
+        return seen[-1][0]
+
     model = network()
     own = len(signature(loop).parameters) == 1
-    return loop(watch) if own else loop(watch, model, sgd(model))
+    loop(*([watching] if own else [watching, model, sgd(model)]))
+    return seen[-1]
 
 
 def nothing(*_: object) -> None:

@@ -1,12 +1,18 @@
-"""What wrong loops, and right ones that look odd, are listed with."""
+"""What wrong loops, and right ones that may look odd, are listed with."""
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from audited import Looping
 from by_definition import Size
+
+BOTH = ("optimizer", "model")
+
+
+class Right(NamedTuple):
+    loop: Looping
+    asked: set[str]  # questions, since what is right may look like what is meant otherwise
+    told: tuple[str, ...]  # what an audit is told: model and "optimizer", or the "model" alone
 
 
 class Wrong(NamedTuple):
@@ -19,37 +25,32 @@ class Wrong(NamedTuple):
     told: str  # a word of the evidence
 
 
-def into(listed: list[Wrong]) -> Callable[..., Callable[[Looping], Looping]]:
-    """A decorator that puts wrong loops into a list."""
-
-    def wrong(
-        id: str,
-        size: float | Size,
-        at: str = "backward(",
-        asks: bool = False,
-        also: tuple[str, ...] = (),
-        told: str = "",
-    ) -> Callable[[Looping], Looping]:
-        def of(loop: Looping) -> Looping:
-            listed.append(Wrong(loop, id, size, at, asks, also, told))
-            return loop
-
-        return of
-
-    return wrong
+RIGHT: list[Right] = []
+WRONG: list[Wrong] = []
 
 
-def seeded_into(listed: list[Looping]) -> Callable[[Looping], Looping]:
-    """A decorator that puts loops into a list, which draw the same numbers at every call."""
+def right(*asked: str, told: tuple[str, ...] = ("optimizer",)) -> Callable[[Looping], Looping]:
+    """A decorator that lists a right loop."""
 
-    def put(loop: Looping) -> Looping:
-        @functools.wraps(loop)
-        def seeded(*args, **kwargs):
-            with torch.random.fork_rng():
-                torch.manual_seed(0)
-                return loop(*args, **kwargs)
+    def of(loop: Looping) -> Looping:
+        RIGHT.append(Right(loop, set(asked), told))
+        return loop
 
-        listed.append(seeded)
-        return seeded
+    return of
 
-    return put
+
+def wrong(
+    id: str,
+    size: float | Size,
+    at: str = "backward(",
+    asks: bool = False,
+    also: tuple[str, ...] = (),
+    told: str = "",
+) -> Callable[[Looping], Looping]:
+    """A decorator that lists a wrong loop."""
+
+    def of(loop: Looping) -> Looping:
+        WRONG.append(Wrong(loop, id, size, at, asks, also, told))
+        return loop
+
+    return of

@@ -9,14 +9,11 @@ import math
 
 import audited
 import torch
-from audited import Looping, N, adam, copy_of, follow, network, of_rows, rows, sgd, slopes
-from cases import seeded_into
+from audited import N, adam, copy_of, follow, network, of_rows, rows, sgd, slopes
+from cases import right
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
-
-ODD: list[Looping] = []
-odd = seeded_into(ODD)
 
 
 def two_views(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -31,13 +28,13 @@ def cosine_distance(a: Tensor, b: Tensor) -> Tensor:
 # --- without labels -------------------------------------------------------------------------------
 
 
-@odd
+@right()
 def moco(watch):
     """Keys come from a momentum encoder that moves before every pass, negatives from a queue; the
     label of each row is 0, where its own key stands."""
     model, queue = network(), F.normalize(torch.randn(64, 8))
     keys_of, optimizer = copy_of(model), torch.optim.SGD(model.parameters(), lr=0.03, momentum=0.9)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, _ in rows(8):
             one, other = two_views(x)
             follow(keys_of, model, 0.001)
@@ -49,16 +46,15 @@ def moco(watch):
             loss.backward()
             optimizer.step()
             queue = torch.cat([keys, queue])[:64]
-    return audit
 
 
-@odd
+@right()
 def byol(watch):
     """Each view predicts the target's projection of the other, in a pass of its own, so that one
     graph is held at a time; the target moves by a schedule, once a step."""
     model = nn.ModuleDict({"encoder": network(), "predictor": network(8, 8)})
     target, optimizer, steps = copy_of(model["encoder"]), adam(model), 5
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for step, window in enumerate(audited.windows_of(rows(steps * N))):
             for x, _ in window:
                 views = two_views(x)
@@ -68,17 +64,16 @@ def byol(watch):
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             follow(target, model["encoder"], 0.01 * (math.cos(math.pi * step / steps) + 1) / 2)
-    return audit
 
 
-@odd
+@right()
 def dino(watch):
     """A teacher with a centre, many crops, a weight decay that is set at each step, and gradients
     of the last layer that are dropped in the first epoch, to begin calmly."""
     student = network()
     teacher, centre = copy_of(student), torch.zeros(8)
     optimizer = torch.optim.AdamW(student.parameters(), lr=1e-3)
-    with watch(student, optimizer, windows=6) as audit:
+    with watch(student, optimizer, windows=6):
         for step, (x, _) in enumerate(rows(6)):
             optimizer.param_groups[0]["weight_decay"] = 0.04 + 0.06 * step
             crops = [*two_views(x), *[F.dropout(x, 0.5) for _ in range(4)]]
@@ -100,16 +95,15 @@ def dino(watch):
             optimizer.step()
             follow(teacher, student, 0.004)
             centre = torch.lerp(centre, torch.cat(told).mean(0), 0.1)
-    return audit
 
 
-@odd
+@right()
 def diffusion_of_velocities(watch):
     """v-prediction with a weight for every time (min-SNR), and an average of the parameters that
     moves once a step and not once a micro-batch."""
     model = network(17, 16)
     average, optimizer = copy_of(model), torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, _) in enumerate(rows(5 * N)):
             time = torch.rand(len(x), 1) * 0.98 + 0.01
             signal, spread = (time * math.pi / 2).cos(), (time * math.pi / 2).sin()
@@ -123,16 +117,15 @@ def diffusion_of_velocities(watch):
                 optimizer.step()
                 optimizer.zero_grad()
                 follow(average, model, 0.001)
-    return audit
 
 
-@odd
+@right()
 def annealed_divergence(watch):
     """A VAE whose divergence weighs more from step to step, with free bits; the weight is the same
     throughout a window."""
     model, step = nn.ModuleDict({"encoder": network(16, 8), "decoder": network(4, 16)}), 0
     optimizer = adam(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, _) in enumerate(rows(5 * N)):
             mean, log_variance = model["encoder"](x).chunk(2, 1)
             code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
@@ -144,16 +137,15 @@ def annealed_divergence(watch):
                 optimizer.step()
                 optimizer.zero_grad()
                 step += 1
-    return audit
 
 
-@odd
+@right()
 def mean_teacher(watch):
     """Labelled rows and, with a weight that is ramped up, rows without labels, a pass each; the
     teacher is the student's average, moves once a step, and is the same for a whole window."""
     student = nn.Sequential(network(16, 32), nn.Dropout(0.2), nn.Linear(32, 8))
     teacher, optimizer = copy_of(student), sgd(student)
-    with watch(student, optimizer) as audit:
+    with watch(student, optimizer):
         for step, window in enumerate(audited.windows_of(rows(5 * N))):
             weight = math.exp(-5 * (1 - min(1, step / 4)) ** 2)
             for x, y in window:
@@ -164,13 +156,12 @@ def mean_teacher(watch):
             optimizer.step()
             optimizer.zero_grad()
             follow(teacher, student, max(0.05, 1 / (step + 1)))
-    return audit
 
 
 # --- several losses -------------------------------------------------------------------------------
 
 
-@odd
+@right()
 def weights_by_gradient_norms(watch):
     """GradNorm: the weights of two tasks are learned from the norms of their gradients at the last
     shared layer, by an optimizer of their own, and sum up to 2."""
@@ -178,7 +169,7 @@ def weights_by_gradient_norms(watch):
     weights, first = nn.Parameter(torch.ones(2)), None
     optimizer, of_weights = adam(model), torch.optim.Adam([weights], lr=0.025)
     shared = model["trunk"][2].weight
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows(6):
             features = model["trunk"](x)
             losses = F.cross_entropy(model["a"](features), y), F.mse_loss(model["b"](features), x)
@@ -194,15 +185,14 @@ def weights_by_gradient_norms(watch):
             of_weights.step()
             optimizer.step()
             weights.data.mul_(2 / weights.data.sum())
-    return audit
 
 
-@odd
+@right()
 def class_weights_of_a_window(watch, model, optimizer):
     """Rare classes weigh more; the sum is divided by the weights of all rows of the window, so that
     a row counts the same in whichever micro-batch it is."""
     weight = torch.linspace(0.5, 4.0, 8)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in audited.windows_of(rows(5 * N)):
             total = sum(weight[y].sum() for _, y in window)
             for x, y in window:
@@ -210,10 +200,9 @@ def class_weights_of_a_window(watch, model, optimizer):
                 (loss / total).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def data_sets_in_turn(watch):
     """Three data sets in turn, heads and losses of their own, a weight for each; all losses go
     through one helper, and a step comes after one batch of each."""
@@ -231,7 +220,7 @@ def data_sets_in_turn(watch):
     def backward(loss):
         loss.backward()
 
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i in range(5 * 3):
             k = i % 3
             x, y = next(loaders[k])
@@ -239,15 +228,14 @@ def data_sets_in_turn(watch):
             if k == 2:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def elastic_weights(watch, model, optimizer):
     """EWC: first passes that only measure how much each parameter matters, without a step; then
     training, where the penalty has one pass per window, and is therefore not divided."""
     fisher = [torch.zeros_like(p) for p in model.parameters()]
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows(6):
             model.zero_grad()
             of_rows(model, x, y).backward()
@@ -262,15 +250,14 @@ def elastic_weights(watch, model, optimizer):
             (50 * sum((f * (p - before).square()).sum() for f, p, before in moved)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def dark_replay(watch, model, optimizer):
     """DER++: rows met before are replayed with the logits that they had then, and others with their
     labels; a weight for each, a pass for each, and none as long as nothing is stored."""
     buffer = []
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows(8):
             optimizer.zero_grad()
             logits = model(x)
@@ -282,10 +269,9 @@ def dark_replay(watch, model, optimizer):
                 (0.5 * of_rows(model, seen, label)).backward()
             optimizer.step()
             buffer.append((x, y, logits.detach()))
-    return audit
 
 
-@odd
+@right("parameters.twice")
 def physics_with_two_optimizers(watch):
     """A network that solves u' = -u: derivatives for the input in the loss, Adam at first and
     L-BFGS afterwards, on the same parameters."""
@@ -302,23 +288,22 @@ def physics_with_two_optimizers(watch):
         loss.backward()
         return loss
 
-    with watch(model, first, windows=10) as audit:
+    with watch(model, first, windows=10):
         for _ in range(8):
             closure()
             first.step()
         for _ in range(3):
             second.step(closure)
-    return audit
 
 
 # --- learning to learn ----------------------------------------------------------------------------
 
 
-@odd
+@right()
 def reptile(watch, model, optimizer):
     """The step of the outer optimizer goes to where a copy went in five steps of its own; its
     gradients are the ways there."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for task in range(6):
             learner = copy.deepcopy(model)
             inner = torch.optim.SGD(learner.parameters(), lr=0.02)
@@ -329,16 +314,15 @@ def reptile(watch, model, optimizer):
             for parameter, learned in zip(model.parameters(), learner.parameters()):
                 parameter.grad = (parameter - learned).detach()
             optimizer.step()
-    return audit
 
 
-@odd
+@right()
 def maml(watch):
     """Two inner steps by `autograd.grad` in the graph, for each of four tasks; the mean of their
     losses afterwards is the loss of the outer step."""
     model = network()
     optimizer = adam(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for tasks in audited.windows_of(rows(5 * N)):
             optimizer.zero_grad()
             for x, y in tasks:
@@ -350,10 +334,3 @@ def maml(watch):
                 query = F.cross_entropy(functional_call(model, adapted, x[4:]), y[4:])
                 (query / len(tasks)).backward()
             optimizer.step()
-    return audit
-
-
-# What may be meant is asked: here it is.
-ASKED: dict[Looping, set[str]] = {
-    physics_with_two_optimizers: {"parameters.twice"},
-}

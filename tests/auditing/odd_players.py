@@ -10,7 +10,6 @@ import audited
 import torch
 from audited import (
     LanguageModel,
-    Looping,
     N,
     adam,
     copy_of,
@@ -21,14 +20,11 @@ from audited import (
     rows,
     slopes,
 )
-from cases import seeded_into
+from cases import right
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
-
-ODD: list[Looping] = []
-odd = seeded_into(ODD)
 
 
 def least_squares(scores: Tensor, label: float) -> Tensor:
@@ -38,13 +34,13 @@ def least_squares(scores: Tensor, label: float) -> Tensor:
 # --- adversaries ----------------------------------------------------------------------------------
 
 
-@odd
+@right()
 def wgan_with_gradient_penalty(watch):
     """Five steps of the critic for one of the generator; each clears its own gradients before its
     pass, so what the generator's pass leaves in the critic is never used."""
     generator, critic = network(8, 16), network(16, 1)
     of_generator, of_critic = adam(generator, betas=(0.0, 0.9)), adam(critic, betas=(0.0, 0.9))
-    with watch(nn.ModuleList([generator, critic]), of_critic, windows=10) as audit:
+    with watch(nn.ModuleList([generator, critic]), of_critic, windows=10):
         for i, (x, _) in enumerate(rows(12)):
             fake = generator(torch.randn(len(x), 8)).detach()
             mixed = torch.lerp(x, fake, torch.rand(len(x), 1)).requires_grad_()
@@ -56,10 +52,9 @@ def wgan_with_gradient_penalty(watch):
                 of_generator.zero_grad()
                 (-critic(generator(torch.randn(len(x), 8))).mean()).backward()
                 of_generator.step()
-    return audit
 
 
-@odd
+@right()
 def path_lengths_lazily(watch):
     """StyleGAN2: every fourth time the generator has a second step, of path lengths alone, whose
     weight is four times as large because it comes every fourth time."""
@@ -71,7 +66,7 @@ def path_lengths_lazily(watch):
         styles = generator["mapping"](torch.randn(8, 8))
         return styles, generator["synthesis"](styles)
 
-    with watch(nn.ModuleList([generator, judge]), of_generator, windows=10) as audit:
+    with watch(nn.ModuleList([generator, judge]), of_generator, windows=10):
         for i, (x, _) in enumerate(rows(12)):
             of_judge.zero_grad()
             fake = images()[1].detach()
@@ -87,10 +82,9 @@ def path_lengths_lazily(watch):
                 of_generator.zero_grad()
                 (2 * every * (lengths - average).square().mean()).backward()
                 of_generator.step()
-    return audit
 
 
-@odd
+@right()
 def cycles_of_two_generators(watch):
     """CycleGAN: two generators in one optimizer, discriminators frozen while these learn, and a
     schedule for each optimizer that steps once an epoch."""
@@ -103,7 +97,7 @@ def cycles_of_two_generators(watch):
     schedules = [
         lr_scheduler.LambdaLR(o, lambda epoch: 1 - epoch / 3) for o in (of_generators, of_judges)
     ]
-    with watch(nn.ModuleList([generators, judges]), of_generators) as audit:
+    with watch(nn.ModuleList([generators, judges]), of_generators):
         for _ in range(2):
             for (a, _), (b, _) in zip(rows(8)[:4], rows(8)[4:]):
                 to_b, to_a = generators
@@ -122,7 +116,6 @@ def cycles_of_two_generators(watch):
                 of_judges.step()
             for schedule in schedules:
                 schedule.step()
-    return audit
 
 
 class Reversed(torch.autograd.Function):
@@ -138,13 +131,13 @@ class Reversed(torch.autograd.Function):
         return -ctx.factor * grad, None
 
 
-@odd
+@right()
 def reversed_gradients(watch):
     """Domains are told apart behind a layer that reverses gradients, by a factor that grows with
     the training; labels and domains are two losses of one pass."""
     model = nn.ModuleDict({"f": network(16, 8), "labels": network(8, 8), "domains": network(8, 2)})
     optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), rows(4 * N)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (source, y) in enumerate(batches):
             factor = 2 / (1 + math.exp(-10 * i / len(batches))) - 1
             features = model["f"](torch.cat([source, source.flip(1) + 1]))
@@ -155,16 +148,15 @@ def reversed_gradients(watch):
             if (i + 1) % N == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def perturbed_embeddings(watch):
     """FGM: a second pass is made where the embedding is moved along its gradient, and both passes
     count; the embedding is put back before the step."""
     model = LanguageModel()
     optimizer, table = adam(model), model.embedding.weight
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for tokens, targets in pairs(6):
             of_tokens(model(tokens)[0], targets).backward()
             kept = table.data.clone()
@@ -173,13 +165,12 @@ def perturbed_embeddings(watch):
             table.data.copy_(kept)
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 # --- reinforcement --------------------------------------------------------------------------------
 
 
-@odd
+@right("accumulation.dropped")
 def ppo_until_the_policy_has_moved(watch):
     """Epochs over a rollout, in minibatches of two micro-batches. As soon as the divergence is too
     large the author drops the open window and the rest of the epochs."""
@@ -205,7 +196,7 @@ def ppo_until_the_policy_has_moved(watch):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    with watch(model, optimizer, windows=6) as audit:
+    with watch(model, optimizer, windows=6):
         for update in range(4):
             optimizer.param_groups[0]["lr"] = 3e-3 * (1 - update / 4)
             states = torch.randn(64, 16)
@@ -215,16 +206,15 @@ def ppo_until_the_policy_has_moved(watch):
                 actions = policy.sample()
             returns = (actions == states[:, :8].argmax(1)).float()
             learn(states, actions, policy.log_prob(actions), returns, returns - out[:, 8])
-    return audit
 
 
-@odd
+@right()
 def a2c_summed_over_time(watch):
     """Returns from the end of a rollout; losses are summed over time, as in A3C, and averaged over
     the environments, which have a pass each."""
     model = network(16, 9)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=7e-4, alpha=0.99)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for _ in range(5):
             for environment in range(N):
                 out = model(torch.randn(5 + environment, 16))
@@ -241,7 +231,6 @@ def a2c_summed_over_time(watch):
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 def drawn(actor: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,7 +241,7 @@ def drawn(actor: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
     return actions, policy.log_prob(actions).sum(1, keepdim=True)
 
 
-@odd
+@right()
 def sac(watch):
     """Twin critics with a target, an actor whose pass runs through the critics, and a temperature:
     three optimizers, three passes; only the critics' is given."""
@@ -265,7 +254,7 @@ def sac(watch):
     def worth(of, states, actions):
         return torch.min(*[critic(torch.cat([states, actions], 1)) for critic in of])
 
-    with watch(nn.ModuleList([actor, critics]), of_critics) as audit:
+    with watch(nn.ModuleList([actor, critics]), of_critics):
         for x, y in rows(8):
             actions, later = torch.randn(len(x), 2), x.roll(1, 0)
             with torch.no_grad():
@@ -285,16 +274,15 @@ def sac(watch):
             (-temperature * (likely.detach() - 2).mean()).backward()
             of_temperature.step()
             follow(targets, critics, 0.005)
-    return audit
 
 
-@odd
+@right()
 def dqn(watch):
     """A replay buffer, double Q, a target that is copied every third step, gradients clipped by
     value; the first passes through the buffer train nothing because it is too small."""
     model = network()
     target, optimizer, buffer = copy_of(model), adam(model), []
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, y) in enumerate(rows(12)):
             buffer.append((x, y, torch.rand(len(x)), x.roll(1, 0)))
             if len(buffer) < 4:
@@ -311,7 +299,6 @@ def dqn(watch):
             optimizer.step()
             if i % 3 == 0:
                 target.load_state_dict(model.state_dict())
-    return audit
 
 
 def of_a_group(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -322,11 +309,11 @@ def of_a_group(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     return -(likely - likely.detach()).exp() * advantages * mask, mask
 
 
-@odd
+@right()
 def constant_normaliser_of_tokens(watch, model, optimizer):
     """Dr. GRPO: sums over tokens, divided by the largest length there can be and not by the number
     of tokens there are, so that long answers are not favoured."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, y) in enumerate(audited.tagged(5 * N, labels=(12, 8, 7, 9))):
             losses, _ = of_a_group(model, x, y)
             (losses.sum() / (N * losses.numel())).backward()
@@ -334,24 +321,16 @@ def constant_normaliser_of_tokens(watch, model, optimizer):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def means_of_sequences(watch, model, optimizer):
     """GRPO as published: each answer counts the same, whatever its length, so that the mean over
     its tokens comes first; every micro-batch has two answers."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, y) in enumerate(audited.tagged(5 * N, labels=(12, 8, 7, 9))):
             losses, mask = of_a_group(model, x, y)
             ((losses.sum(1) / mask.sum(1)).mean() / N).backward()
             if (i + 1) % N == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
-
-
-# What may be meant is asked: here it is.
-ASKED: dict[Looping, set[str]] = {
-    ppo_until_the_policy_has_moved: {"accumulation.dropped"},
-}

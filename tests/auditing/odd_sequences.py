@@ -7,23 +7,20 @@ import math
 
 import audited
 import torch
-from audited import Decoder, LanguageModel, Looping, N, adam, network, of_tokens, pairs, sgd
-from cases import seeded_into
+from audited import Decoder, LanguageModel, N, adam, network, of_tokens, pairs, sgd
+from cases import right
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-ODD: list[Looping] = []
-odd = seeded_into(ODD)
 
-
-@odd
+@right()
 def state_carried_over(watch):
     """A stream in chunks, the state of the LSTM detached between them; a step for each chunk, as
     is usual, so that no gradient reaches over a step."""
     model, state = LanguageModel(), None
     optimizer = sgd(model, lr=1.0)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for tokens, targets in pairs(8):
             logits, state = model(tokens, state)
             optimizer.zero_grad()
@@ -31,16 +28,15 @@ def state_carried_over(watch):
             nn.utils.clip_grad_norm_(model.parameters(), 0.25)
             optimizer.step()
             state = tuple(part.detach() for part in state)
-    return audit
 
 
-@odd
+@right()
 def chunks_of_a_sequence(watch):
     """Long sequences in chunks with a pass each and one step for the sequence; the author cuts the
     gradient between chunks to save memory, and divides by the tokens of the whole sequence."""
     model = LanguageModel()
     optimizer = adam(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for tokens, targets in pairs(5, length=30):
             state = None
             for x, y in zip(tokens.split(8, 1), targets.split(8, 1)):
@@ -49,16 +45,15 @@ def chunks_of_a_sequence(watch):
                 state = tuple(part.detach() for part in state)
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right("memory.graph")
 def scheduled_sampling(watch):
     """At each token a coin says whether the decoder is fed the target or its own argmax, more
     often its own from step to step."""
     model, step = Decoder(11), 0
     optimizer = adam(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (targets, hidden) in enumerate(audited.sentences(5 * N, steps=8)):
             token, loss = torch.zeros_like(targets[0]), 0.0
             for target in targets:
@@ -72,16 +67,15 @@ def scheduled_sampling(watch):
                 optimizer.step()
                 optimizer.zero_grad()
                 step += 1
-    return audit
 
 
-@odd
+@right()
 def ctc(watch):
     """CTC of utterances and transcripts of many lengths: the sum, divided by the utterances of the
     window and not by their letters, so that each utterance counts by its likelihood."""
     model, utterances = nn.GRU(8, 11, batch_first=True), 3
     optimizer, loss_of = adam(model), nn.CTCLoss(reduction="sum", zero_infinity=True)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for _ in range(5):
             for _ in range(N):
                 frames = torch.randint(8, 13, (utterances,))
@@ -91,32 +85,30 @@ def ctc(watch):
                 (loss_of(likely, transcripts, frames, letters) / (utterances * N)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def sequences_that_grow(watch):
     """A curriculum: sequences of 4 tokens, then of 8 and 16, with fewer micro-batches to a window,
     so that a step sees equally many tokens; all of a window are of one length."""
     model = LanguageModel(tied=True)
     optimizer = adam(model)
-    with watch(model, optimizer, windows=6) as audit:
+    with watch(model, optimizer, windows=6):
         for length, n in ((4, 4), (8, 2), (16, 1)):
             for i, (tokens, targets) in enumerate(pairs(2 * n, length=length)):
                 (of_tokens(model(tokens)[0], targets) / n).backward()
                 if (i + 1) % n == 0:
                     optimizer.step()
                     optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def reentrant_checkpoints(watch):
     """Segments that are computed again in the backward pass, in the older way, which starts a
     backward pass within the backward pass."""
     model = nn.Sequential(nn.Embedding(11, 16), network(16, 16), network(16, 16), network(16, 11))
     optimizer = adam(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (tokens, targets) in enumerate(pairs(5 * N)):
             hidden = model[0](tokens)
             for segment in model[1:3]:
@@ -125,17 +117,16 @@ def reentrant_checkpoints(watch):
             if (i + 1) % N == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right("accumulation.unequal_counts")
 def heads_one_after_another(watch):
     """Multi-token prediction: every head has a pass to a detached copy of the trunk's output, whose
     summed gradient then goes through the trunk; one head's logits are held at a time."""
     model = nn.ModuleDict({"trunk": nn.Sequential(nn.Embedding(11, 16), nn.GRU(16, 16))})
     model["heads"] = nn.ModuleList([nn.Linear(16, 11) for _ in range(3)])
     optimizer = adam(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (tokens, targets) in enumerate(pairs(5 * N)):
             output = model["trunk"](tokens.T)[0]
             detached = output.detach().requires_grad_()
@@ -146,11 +137,3 @@ def heads_one_after_another(watch):
             if (i + 1) % N == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
-
-
-# What may be meant is asked: here it is.
-ASKED: dict[Looping, set[str]] = {
-    scheduled_sampling: {"memory.graph"},
-    heads_one_after_another: {"accumulation.unequal_counts"},
-}

@@ -11,7 +11,6 @@ import audited
 import torch
 from audited import (
     LanguageModel,
-    Looping,
     N,
     adam,
     network,
@@ -22,19 +21,15 @@ from audited import (
     scaler_of,
     sgd,
 )
-from cases import seeded_into
+from cases import right
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 
-ODD: list[Looping] = []
-odd = seeded_into(ODD)
-
-
 # --- optimizers and parameters --------------------------------------------------------------------
 
 
-@odd
+@right()
 def adapter_in_a_frozen_backbone(watch):
     """Fine-tuning of an adapter and a head; `model.train()` turns on dropout, and the frozen
     BatchNorm is put back to eval, so that its statistics stay those of the pretraining."""
@@ -43,7 +38,7 @@ def adapter_in_a_frozen_backbone(watch):
     nn.init.zeros_(adapter[2].weight)
     model = nn.ModuleList([backbone, adapter, head])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         model.train()
         backbone[1].eval()
         for i, (x, y) in enumerate(rows(5 * N)):
@@ -52,10 +47,9 @@ def adapter_in_a_frozen_backbone(watch):
             if (i + 1) % N == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def thawed_from_the_top(watch):
     """ULMFiT: rates that fall from layer to layer, no decay of biases, a warm-up by LambdaLR, and a
     layer more that is thawed in every epoch; the optimizer has all of them from the start."""
@@ -71,7 +65,7 @@ def thawed_from_the_top(watch):
     ]
     optimizer = torch.optim.AdamW(groups)
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
-    with watch(model, optimizer, windows=6) as audit:
+    with watch(model, optimizer, windows=6):
         for epoch in range(3):
             for depth, layer in enumerate(model):
                 layer.requires_grad_(depth >= 2 - epoch)
@@ -81,7 +75,6 @@ def thawed_from_the_top(watch):
                     optimizer.step()
                     schedule.step()
                     optimizer.zero_grad()
-    return audit
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -108,7 +101,7 @@ class Lookahead(torch.optim.Optimizer):
         return loss
 
 
-@odd
+@right()
 def lookahead(watch):
     """An optimizer written by hand around one of torch, which moves parameters after the steps."""
     model = network()
@@ -127,14 +120,14 @@ class Around(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
 
-@odd
+@right()
 def optimizer_around_another(watch):
     """As packages of optimizers write them."""
     model = network()
     return audited.train(watch, model, Around(adam(model)), rows(5 * N))
 
 
-@odd
+@right()
 def as_many_rows_as_micro_batches(watch):
     """A mean of one's own, of four rows, divided by four micro-batches."""
     model = network()
@@ -146,7 +139,7 @@ def as_many_rows_as_micro_batches(watch):
     return audited.train(watch, model, adam(model), batches, loss_of=loss_of)
 
 
-@odd
+@right()
 def sparse_and_dense(watch):
     """SparseAdam for the embedding, whose gradient is sparse, and Adam for the rest: two optimizers
     of one model that step together."""
@@ -154,24 +147,23 @@ def sparse_and_dense(watch):
     table = list(model.embedding.parameters())
     sparse = torch.optim.SparseAdam(table, lr=1e-2)
     dense = torch.optim.Adam([p for p in model.parameters() if p is not table[0]], lr=1e-3)
-    with watch(model, dense) as audit:
+    with watch(model, dense):
         for i, (tokens, targets) in enumerate(pairs(5 * N)):
             (of_tokens(model(tokens)[0], targets) / N).backward()
             if (i + 1) % N == 0:
                 for optimizer in (sparse, dense):
                     optimizer.step()
                     optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def centred_gradients(watch, model, optimizer):
     """Hooks take the mean off every row of a weight's gradient, in each pass, which is the same as
     off their sum; norms are logged by a clip that never clips; gradients are cleared first."""
     for layer in (model[0], model[2]):
         layer.weight.register_hook(lambda grad: grad - grad.mean(1, keepdim=True))
     norms = []
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, y) in enumerate(rows(5 * N)):
             if i % N == 0:
                 optimizer.zero_grad()
@@ -179,20 +171,19 @@ def centred_gradients(watch, model, optimizer):
             norms.append(nn.utils.clip_grad_norm_(model.parameters(), max_norm=float("inf")))
             if i % N == N - 1:
                 optimizer.step()
-    return audit
 
 
 # --- mixed precision, schedules and epochs --------------------------------------------------------
 
 
-@odd
+@right()
 def schedule_that_waits_for_the_scaler(watch):
     """The GradScaler skips the first steps and another; the schedule steps only if the
     scale did not fall, which is how one sees that the optimizer did step."""
     model, scaler = network(), scaler_of(init_scale=2.0**23)
     optimizer = adam(model)
     schedule = lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
-    with watch(model, optimizer, windows=8) as audit:
+    with watch(model, optimizer, windows=8):
         for i, (x, y) in enumerate(rows(8 * N)):
             with torch.autocast("cpu", torch.float16):
                 loss = of_rows(model, x, y)
@@ -204,17 +195,16 @@ def schedule_that_waits_for_the_scaler(watch):
                 if scaler.get_scale() >= before:
                     schedule.step()
                 optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def scaler_of_two_optimizers(watch):
     """An encoder and a decoder with an optimizer and a clip each, one loss and one scaler: both are
     unscaled, clipped by their own norms and stepped before the one update."""
     model = nn.ModuleDict({"encoder": network(16, 4), "decoder": network(4, 16)})
     optimizers = {"encoder": adam(model["encoder"]), "decoder": sgd(model["decoder"])}
     scaler = scaler_of(growth_interval=2)
-    with watch(model, optimizers["encoder"]) as audit:
+    with watch(model, optimizers["encoder"]):
         for i, (x, _) in enumerate(rows(5 * N)):
             with torch.autocast("cpu", torch.bfloat16):
                 loss = F.mse_loss(model["decoder"](model["encoder"](x)).float(), x)
@@ -226,10 +216,9 @@ def scaler_of_two_optimizers(watch):
                     scaler.step(optimizer)
                 scaler.update()
                 model.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def best_of_a_plateau(watch):
     """Validation in eval mode after every step, the rate lowered when its loss does not fall, and
     the best parameters loaded at the end."""
@@ -237,7 +226,7 @@ def best_of_a_plateau(watch):
     optimizer, held_out = sgd(model, lr=2.0), rows(6 * N + 2)[-2:]
     schedule = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     best, kept = math.inf, model.state_dict()
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in audited.windows_of(rows(6 * N)):
             model.train()
             for x, y in window:
@@ -251,15 +240,14 @@ def best_of_a_plateau(watch):
             if loss < best:
                 best, kept = loss, copy.deepcopy(model.state_dict())
         model.load_state_dict(kept)
-    return audit
 
 
-@odd
+@right("schedule.before_first_step")
 def resumed(watch, model, optimizer):
     """From the middle of an epoch: batches that were seen are skipped, and a schedule that was not
     saved is stepped to where it was, before any step of the optimizer."""
     done = 3
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that no step came first
@@ -273,15 +261,14 @@ def resumed(watch, model, optimizer):
                 optimizer.step()
                 optimizer.zero_grad()
                 schedule.step()
-    return audit
 
 
-@odd
+@right()
 def guarded_against_nan(watch, model, optimizer):
     """A micro-batch whose loss is not finite has no pass and does not count; a window is full when
     it has four that are."""
     good = 0
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, y) in enumerate(rows(7 * N)):
             loss = of_rows(model, x * float("nan") if i % 7 == 3 else x, y)
             if not torch.isfinite(loss):
@@ -291,7 +278,6 @@ def guarded_against_nan(watch, model, optimizer):
             if good % N == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
 class Trainer:
@@ -318,23 +304,22 @@ class Trainer:
         return total.item() / len(batches)
 
 
-@odd
+@right("accumulation.dropped")
 def trainer_that_drops_the_rest(watch, model, optimizer):
     """A class that trains; ten micro-batches an epoch, windows of four, and the two that are left
     are dropped on purpose by `zero_grad`, like `drop_last`."""
     trainer = Trainer(model, optimizer, lr_scheduler.StepLR(optimizer, 1, gamma=0.5), N)
-    with watch(model, optimizer, windows=6) as audit:
+    with watch(model, optimizer, windows=6):
         for _ in range(3):
             trainer.train_epoch(rows(2 * N + 2))
-    return audit
 
 
-@odd
+@right()
 def rest_divided_by_what_it_holds(watch, model, optimizer):
     """Ten micro-batches an epoch; the last two make a window of their own and are divided by two;
     the schedule steps once an epoch."""
     schedule, batches = lr_scheduler.ExponentialLR(optimizer, 0.9), rows(2 * N + 2)
-    with watch(model, optimizer, windows=9) as audit:
+    with watch(model, optimizer, windows=9):
         for _ in range(3):
             for i, (x, y) in enumerate(batches):
                 held = min(N, len(batches) - i // N * N)
@@ -343,11 +328,3 @@ def rest_divided_by_what_it_holds(watch, model, optimizer):
                     optimizer.step()
                     optimizer.zero_grad()
             schedule.step()
-    return audit
-
-
-# What may be meant is asked: here it is.
-ASKED: dict[Looping, set[str]] = {
-    resumed: {"schedule.before_first_step"},
-    trainer_that_drops_the_rest: {"accumulation.dropped"},
-}

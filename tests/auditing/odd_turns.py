@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 from audited import (
     Batch,
-    Looping,
     N,
     adam,
     at_two_lines,
@@ -20,16 +19,13 @@ from audited import (
     sgd,
     train,
 )
-from cases import seeded_into
+from cases import BOTH, right
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.functional import binary_cross_entropy_with_logits as of_logits
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, StepLR
 
 from accumext import AccumulatingOptimizer
-
-ODD: list[Looping] = []
-odd = seeded_into(ODD)
 
 
 def in_windows(*lengths: int) -> list[Sequence[Batch]]:
@@ -41,25 +37,24 @@ def in_windows(*lengths: int) -> list[Sequence[Batch]]:
 # --- a pass for each loss -------------------------------------------------------------------------
 
 
-@odd
+@right()
 def pseudo_labels_in_epochs_of_five(watch, model, optimizer):
     """FixMatch: the loss of labels and half of that of pseudo-labels, both divided by what the
     window holds: two micro-batches, and one at the end of an epoch."""
-    with watch(model, optimizer, windows=6) as audit:
+    with watch(model, optimizer, windows=6):
         for window in in_windows(2, 2, 1, 2, 2, 1):
             for x, y in window:
                 (of_rows(model, x, y) / len(window)).backward()
                 (0.5 * of_rows(model, x + 0.1, model(x).argmax(1)) / len(window)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def consistency_in_a_window_of_one(watch, model, optimizer):
     """Semi-supervised: a second loss weighs 0.3; the last window has one micro-batch, and is
     divided by one."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in in_windows(2, 2, 2, 1):
             for x, y in window:
                 (of_rows(model, x, y) / len(window)).backward()
@@ -67,31 +62,29 @@ def consistency_in_a_window_of_one(watch, model, optimizer):
                 (0.3 * consistency / len(window)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def halves_of_a_discriminator(watch):
     """Half of the loss of real rows and half of that of others: their mean in every window, also
     in that of one micro-batch."""
     judge = network(16, 1)
     optimizer, ones = adam(judge), torch.ones(8, 1)
-    with watch(judge, optimizer) as audit:
+    with watch(judge, optimizer):
         for window in in_windows(3, 3, 1, 3):
             for x, _ in window:
                 (0.5 * of_logits(judge(x), ones) / len(window)).backward()
                 (0.5 * of_logits(judge(torch.randn(8, 16)), 0 * ones) / len(window)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def critic_of_two_signs(watch):
     """WGAN with clamped weights: the difference of two means, with a pass for each at one line."""
     critic = network(16, 1)
     optimizer = torch.optim.RMSprop(critic.parameters(), lr=1e-4)
-    with watch(critic, optimizer) as audit:
+    with watch(critic, optimizer):
         for x, _ in rows(5):
             optimizer.zero_grad()
             for batch, sign in ((torch.randn(8, 16), 1), (x, -1)):
@@ -100,29 +93,28 @@ def critic_of_two_signs(watch):
             with torch.no_grad():
                 for parameter in critic.parameters():
                     parameter.clamp_(-0.01, 0.01)
-    return audit
 
 
-@odd
+@right()
 def last_micro_batch_at_a_line_of_its_own(watch, model, optimizer):
     """DDP's `no_sync` around all but the last; each loss is divided by what its window holds."""
     return at_two_lines(watch, model, optimizer, (4, 4, 2, 4))
 
 
-@odd
+@right()
 def last_of_four_at_a_line_of_its_own(watch, model, optimizer):
     """The same, where all windows have four micro-batches."""
     return at_two_lines(watch, model, optimizer, (4, 4, 4, 4))
 
 
-@odd
+@right()
 def boxes_in_some_micro_batches(watch):
     """Detection: every micro-batch has a loss of classes, and those with boxes one more, in a pass
     of its own; both are divided by the micro-batches of the window, which are four."""
     trunk, classes, boxes = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 1)
     model, batches = nn.ModuleList([trunk, classes, boxes]), iter(rows())
     optimizer = sgd(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for with_boxes in ((1, 1, 1, 1), (1, 0, 1, 0), (0, 0, 1, 0), (1, 1, 1, 0)):
             for has_boxes in with_boxes:
                 x, y = next(batches)
@@ -132,17 +124,16 @@ def boxes_in_some_micro_batches(watch):
                     (F.mse_loss(boxes(features)[:, 0], x[:, 0]) / N).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def two_heads_by_targets(watch):
     """Two heads with a pass each; sums, divided by the rows of the window, whose micro-batches have
     all sizes. The second loss weighs 0.5."""
     trunk, first, second = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 1)
     model, batches = nn.ModuleList([trunk, first, second]), iter(rows(11))
     optimizer = adam(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for sizes in ((3, 8), (5,), (2, 8, 6, 4), (8, 4), (7, 7)):
             for size in sizes:
                 x, y = (part[:size] for part in next(batches))
@@ -152,15 +143,14 @@ def two_heads_by_targets(watch):
                 (0.5 * loss).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def two_losses_of_a_wrapped_micro_batch(watch, model, optimizer):
     """AccumulatingOptimizer with windows of two: `micro_batch()` holds the passes of two losses,
     the second of weight 0.5; epochs have three micro-batches, and end with `flush()`."""
     optimizer = AccumulatingOptimizer(optimizer, window=2)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for _ in range(2):
             for x, y in rows(3):
                 with optimizer.micro_batch():
@@ -169,16 +159,15 @@ def two_losses_of_a_wrapped_micro_batch(watch, model, optimizer):
                     optimizer.backward(0.5 * consistency)
                 optimizer.step()
             optimizer.flush()
-    return audit
 
 
 # --- what a window is divided by ------------------------------------------------------------------
 
 
-@odd
+@right()
 def terms_of_weight_one(watch, model, optimizer):
     """Weights from a configuration, which are 1; windows of three lengths, divided by them."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in in_windows(4, 2, 4, 1):
             for x, y in window:
                 logits = model(x)
@@ -186,7 +175,6 @@ def terms_of_weight_one(watch, model, optimizer):
                 (loss / len(window)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 def over_all_elements(watch, sum_of):
@@ -194,7 +182,7 @@ def over_all_elements(watch, sum_of):
     windows have all sizes."""
     model = network(16, 16)
     optimizer = sgd(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in in_windows(3, 1, 4, 2):
             inputs = [x[: 8 - i] for i, (x, _) in enumerate(window)]
             elements = sum(x.numel() for x in inputs)
@@ -202,15 +190,14 @@ def over_all_elements(watch, sum_of):
                 (sum_of(model(x), x) / elements).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def sum_over_all_elements(watch):
     return over_all_elements(watch, lambda out, x: F.mse_loss(out, x, reduction="sum"))
 
 
-@odd
+@right()
 def own_sum_over_all_elements(watch):
     return over_all_elements(watch, lambda out, x: (out - x).square().sum())
 
@@ -236,18 +223,18 @@ def five_steps_of_the_critic(watch, detaches=True):
     return audit
 
 
-@odd
+@right(told=BOTH)
 def generator_after_five_steps(watch):
     """The generator's parameters are reached by its own pass alone, after the first windows of the
     critic."""
     return five_steps_of_the_critic(watch)
 
 
-@odd
+@right(told=BOTH)
 def trunk_with_every_fourth_step(watch, model, _):
     """The head steps with every batch, the trunk on the mean of four; each clears its own."""
     of_trunk, of_head = sgd(model[0], lr=0.01), sgd(model[2])
-    with watch(model, of_head) as audit:
+    with watch(model, of_head):
         for i, batch in enumerate(rows()):
             of_head.zero_grad()
             of_rows(model, *batch).backward()
@@ -257,14 +244,13 @@ def trunk_with_every_fourth_step(watch, model, _):
                     parameter.grad /= N
                 of_trunk.step()
                 of_trunk.zero_grad()
-    return audit
 
 
-@odd
+@right("parameters.twice", told=BOTH)
 def schedule_for_each_phase(watch, model, optimizer):
     """Three phases, each with an optimizer of its own and a schedule, which moves after its
     steps."""
-    with watch(model, optimizer, windows=9) as audit:
+    with watch(model, optimizer, windows=9):
         for phase in range(3):
             schedule = CosineAnnealingLR(optimizer, 3)
             for x, y in rows(3):
@@ -273,10 +259,9 @@ def schedule_for_each_phase(watch, model, optimizer):
                 optimizer.step()
                 schedule.step()
             optimizer = sgd(model, lr=0.1 / (phase + 2))
-    return audit
 
 
-@odd
+@right("schedule.per_micro_batch")
 def one_cycle_in_micro_batches(watch, model, optimizer):
     """The length of the cycle is counted in micro-batches, as `len(loader)` is, and so are its
     steps: it ends with the training."""
@@ -285,7 +270,7 @@ def one_cycle_in_micro_batches(watch, model, optimizer):
     return train(watch, model, optimizer, batches, end=lambda _: schedule.step(), windows=6)
 
 
-@odd
+@right("parameters.twice", told=BOTH)
 def two_optimizers_of_an_encoder(watch):
     """An adversarial autoencoder: two optimizers have the encoder and take turns. Each has a
     `zero_grad`, a pass and a step, and a schedule that moves once an iteration."""
@@ -294,7 +279,7 @@ def two_optimizers_of_an_encoder(watch):
     model = nn.ModuleList([encoder, decoder, critic])
     of_both, of_encoder = adam(nn.ModuleList([encoder, decoder])), adam(encoder)
     schedules = [StepLR(optimizer, 3) for optimizer in (of_both, of_encoder)]
-    with watch(model, of_both) as audit:
+    with watch(model, of_both):
         for x, _ in rows(4):
             of_both.zero_grad()
             F.mse_loss(decoder(encoder(x)), x).backward()
@@ -304,17 +289,16 @@ def two_optimizers_of_an_encoder(watch):
             of_encoder.step()
             for schedule in schedules:
                 schedule.step()
-    return audit
 
 
-@odd
+@right(told=BOTH)
 def actor_that_starts_later(watch):
     """TD3: the actor is trained after the critic's first step; a copy of the whole agent follows
     both from the start."""
     actor, critic = nn.Linear(16, 16), nn.Linear(16, 16)
     agent = nn.ModuleList([actor, critic])
     target, of_critic, of_actor = copy_of(agent), adam(critic), adam(actor)
-    with watch(agent, of_critic) as audit:
+    with watch(agent, of_critic):
         for i, (x, _) in enumerate(rows(10)):
             of_critic.zero_grad()
             F.mse_loss(critic(x), x).backward()
@@ -324,17 +308,16 @@ def actor_that_starts_later(watch):
                 (-critic(actor(x)).mean()).backward()
                 of_actor.step()
             follow(target, agent, 0.1)
-    return audit
 
 
-@odd
+@right(told=BOTH)
 def one_layer_after_the_other(watch):
     """Layer-wise pretraining, with an optimizer for each; a copy of the stack keeps the initial
     parameters."""
     layers = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
     initial, (x, _) = copy_of(layers), rows(1)[0]
     first, second = (adam(layer) for layer in layers)
-    with watch(layers, first, windows=20) as audit:
+    with watch(layers, first, windows=20):
         for layer, optimizer in zip(layers, (first, second)):
             for _ in range(4):
                 optimizer.zero_grad()
@@ -342,16 +325,17 @@ def one_layer_after_the_other(watch):
                 optimizer.step()
             x = layer(x).detach()
     del initial  # which is kept as long as the audit looks
-    return audit
 
 
-@seeded_into([])  # it is asked of the optimizer of the backbone, which nobody names
+@right(
+    "parameters.no_gradient", told=("model",)
+)  # It is asked of the optimizer of the backbone, which nobody names
 def backbone_thawed_after_an_epoch(watch, model, _):
     """The optimizer of the backbone steps from the start, which does nothing while that is frozen:
     during the whole first epoch."""
     backbone, head = model[0], model[2]
     of_backbone, of_head = sgd(backbone, lr=0.01), sgd(head)
-    with watch(model, of_backbone) as audit:
+    with watch(model, of_backbone):
         for epoch in range(3):
             backbone.requires_grad_(epoch > 0)
             for x, y in rows(5):
@@ -360,16 +344,15 @@ def backbone_thawed_after_an_epoch(watch, model, _):
                 of_rows(model, x, y).backward()
                 of_backbone.step()
                 of_head.step()
-    return audit
 
 
-@odd
+@right("parameters.twice", told=BOTH)
 def lbfgs_after_adam(watch, model, _):
     """PINNs: Adam with a schedule, then LBFGS without one."""
     x, y = rows(1)[0]
     of_adam = adam(model)
     schedule = ExponentialLR(of_adam, 0.9)
-    with watch(model, of_adam, windows=20) as audit:
+    with watch(model, of_adam, windows=20):
         for _ in range(5):
             of_adam.zero_grad()
             of_rows(model, x, y).backward()
@@ -385,26 +368,3 @@ def lbfgs_after_adam(watch, model, _):
 
         for _ in range(4):
             lbfgs.step(closure)
-    return audit
-
-
-# Of which nothing more shall be asked if no optimizer is named.
-UNNAMED = [
-    generator_after_five_steps,
-    trunk_with_every_fourth_step,
-    schedule_for_each_phase,
-    two_optimizers_of_an_encoder,
-    actor_that_starts_later,
-    one_layer_after_the_other,
-    backbone_thawed_after_an_epoch,
-    lbfgs_after_adam,
-]
-
-# What may be meant is asked: here it is.
-ASKED: dict[Looping, set[str]] = {
-    schedule_for_each_phase: {"parameters.twice"},
-    two_optimizers_of_an_encoder: {"parameters.twice"},
-    backbone_thawed_after_an_epoch: {"parameters.no_gradient"},
-    lbfgs_after_adam: {"parameters.twice"},
-    one_cycle_in_micro_batches: {"schedule.per_micro_batch"},
-}

@@ -5,14 +5,10 @@ from collections.abc import Sequence
 
 import audited
 import torch
-from audited import Looping, N, adam, network, of_rows, rows, scaler_of, sgd
-from cases import seeded_into
+from audited import N, adam, network, of_rows, rows, scaler_of, sgd
+from cases import right
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-ODD: list[Looping] = []
-odd = seeded_into(ODD)
-
 
 # --- several optimizers, several passes -----------------------------------------------------------
 
@@ -33,7 +29,7 @@ def adversaries(watch, given):
             optimizers[name].zero_grad()
 
     ones, zeros = torch.ones(8, 1), torch.zeros(8, 1)
-    with watch(both, optimizers[given]) as audit:
+    with watch(both, optimizers[given]):
         for i, (x, _) in enumerate(rows(5 * N)):
             ends, fake = (i + 1) % N == 0, generator(torch.randn(8, 8))
             judged = judge(torch.cat([x, fake.detach()]))
@@ -42,17 +38,16 @@ def adversaries(watch, given):
             judge.requires_grad_(False)
             train("generator", F.binary_cross_entropy_with_logits(judge(fake), ones), ends)
             judge.requires_grad_(True)
-    return audit
 
 
-@odd
+@right()
 def generator_with_a_shared_scaler(watch):
     """A GAN with one scaler, which the step of the judge updates before the generator's window is
     complete; no scale changes there."""
     return adversaries(watch, "generator")
 
 
-@odd
+@right()
 def judge_with_a_shared_scaler(watch):
     """The same, from the other side: the generator's step is in the judge's window."""
     return adversaries(watch, "judge")
@@ -74,7 +69,7 @@ def descend(model: nn.Module, ways: list[Tensor]) -> None:
             parameter.sub_(way)
 
 
-@odd
+@right()
 def sharpness_aware(watch, model, optimizer):
     """SAM: a first pass says where to climb and is cleared; the gradient is that of a second one,
     at the same line, with parameters that have moved."""
@@ -82,7 +77,7 @@ def sharpness_aware(watch, model, optimizer):
     def backward(x, y):
         of_rows(model, x, y).backward()
 
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows(6):
             backward(x, y)
             ways = climb(model)
@@ -91,13 +86,12 @@ def sharpness_aware(watch, model, optimizer):
             descend(model, ways)
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def sharpness_aware_of_a_window(watch, model, optimizer):
     """The same with windows: four micro-batches to climb, the same four for the gradient."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in audited.windows_of(rows(5 * N)):
             for ascends in (True, False):
                 for x, y in window:
@@ -108,7 +102,6 @@ def sharpness_aware_of_a_window(watch, model, optimizer):
             descend(model, ways)
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 # --- gradients that the loop keeps ----------------------------------------------------------------
@@ -125,7 +118,7 @@ def put(parameters: Sequence[Tensor], flat: Tensor) -> None:
 
 def of_conflicting_tasks(watch, model, optimizer, weight):
     parameters = list(model.parameters())
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows(6):
             own = []
             for labels in (y, (y + 3) % 8):
@@ -138,28 +131,27 @@ def of_conflicting_tasks(watch, model, optimizer, weight):
             put(parameters, a - along / b.square().sum() * b + b - along / a.square().sum() * a)
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def projected_gradients(watch, model, optimizer):
     """PCGrad: each task's gradient loses its part against the other's; `zero_grad` between them,
     since the loop keeps both by itself."""
     return of_conflicting_tasks(watch, model, optimizer, 1.0)
 
 
-@odd
+@right()
 def projected_gradients_of_unequal_tasks(watch, model, optimizer):
     """The same, where one task weighs three times as much."""
     return of_conflicting_tasks(watch, model, optimizer, 3.0)
 
 
-@odd
+@right()
 def private_gradients(watch, model, optimizer):
     """DP-SGD: every row has a pass, a clip and a `zero_grad`; the loop adds the clipped gradients
     up by itself, and then noise."""
     parameters = list(model.parameters())
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows(5):
             total = torch.zeros(sum(p.numel() for p in parameters))
             for row, label in zip(x, y):
@@ -169,15 +161,14 @@ def private_gradients(watch, model, optimizer):
                 total += kept(parameters)
             put(parameters, (total + 0.01 * torch.randn_like(total)) / len(x))
             optimizer.step()
-    return audit
 
 
-@odd
+@right()
 def norms_of_each_loss(watch, model, optimizer):
     """For the log: a pass of each loss alone, with `retain_graph`, whose gradients are cleared;
     then one of their sum, from the same graph."""
     norms = []
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows(6):
             logits = model(x)
             parts = F.cross_entropy(logits, y), 0.1 * logits.square().mean()
@@ -188,16 +179,15 @@ def norms_of_each_loss(watch, model, optimizer):
             optimizer.zero_grad()
             sum(parts).backward()
             optimizer.step()
-    return audit
 
 
 # --- counts and terms of one's own ----------------------------------------------------------------
 
 
-@odd
+@right()
 def counts_of_at_least_one(watch, model, optimizer):
     """A micro-batch without a label would be 0 / 0: its count is clamped to 1, its loss is 0."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, y) in enumerate(rows(5 * N)):
             y = torch.full_like(y, audited.IGNORED) if i == N + 1 else y
             total = F.cross_entropy(model(x), y, reduction="sum")
@@ -205,14 +195,13 @@ def counts_of_at_least_one(watch, model, optimizer):
             if (i + 1) % N == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
-@odd
+@right()
 def windows_of_many_rows(watch, model, optimizer):
     """A window ends as soon as it has twelve rows; sums, and gradients divided by their number."""
     held = 0
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, y) in enumerate(rows(6 * N)):
             x, y = x[: 1 + 3 * i % 8], y[: 1 + 3 * i % 8]
             F.cross_entropy(model(x), y, reduction="sum").backward()
@@ -223,16 +212,15 @@ def windows_of_many_rows(watch, model, optimizer):
                 optimizer.step()
                 optimizer.zero_grad()
                 held = 0
-    return audit
 
 
-@odd
+@right()
 def penalty_of_every_fourth(watch):
     """A penalty of gradients for the input in every fourth micro-batch alone, four times as heavy,
     added to the loss of that micro-batch."""
     model = network(16, 1)
     optimizer = adam(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, _) in enumerate(rows(5 * N)):
             x = x.clone().requires_grad_()
             scores = model(x)
@@ -244,7 +232,6 @@ def penalty_of_every_fourth(watch):
             if (i + 1) % N == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
 class Repeating(nn.Module):
@@ -260,14 +247,14 @@ class Repeating(nn.Module):
         return self.head(x)
 
 
-@odd
+@right("memory.graph")
 def layer_used_24_times(watch):
     """ALBERT: the layers of a network share their parameters; no step of time among them."""
     model = Repeating(24)
     return audited.train(watch, model, sgd(model, lr=0.01), rows(6), n=1)
 
 
-@odd
+@right("memory.losses_summed")
 def twenty_views(watch, model, optimizer):
     """The losses of twenty views of the same rows have one pass."""
 
@@ -276,10 +263,3 @@ def twenty_views(watch, model, optimizer):
         return sum(of_rows(model, view, y) for view in views) / 20
 
     return audited.train(watch, model, optimizer, rows(5), loss_of, n=1)
-
-
-# What may be meant is asked: here it is.
-ASKED: dict[Looping, set[str]] = {
-    layer_used_24_times: {"memory.graph"},
-    twenty_views: {"memory.losses_summed"},
-}

@@ -5,21 +5,14 @@ import contextlib
 
 import audited
 import torch
-from audited import Looping, N, adam, network, of_rows, rows, scaler_of, sgd, train
+from audited import N, adam, network, of_rows, rows, scaler_of, sgd, train
+from cases import right
 from torch import nn
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.checkpoint import checkpoint
 
 from accumext import AccumulatingOptimizer
-
-RIGHT: list[Looping] = []
-
-
-def right(loop: Looping) -> Looping:
-    RIGHT.append(loop)
-    return loop
-
 
 # --- mixed precision ------------------------------------------------------------------------------
 
@@ -32,7 +25,7 @@ def clipping(model, optimizer, scaler):
     return {"scaler": scaler, "before": clip}
 
 
-@right
+@right()
 def amp_with_clipping(watch, model, optimizer):
     """As in the recipe; `unscale_`, then the clip."""
 
@@ -44,7 +37,7 @@ def amp_with_clipping(watch, model, optimizer):
     return train(watch, model, optimizer, rows(6), in_bfloat16, n=1, **options)
 
 
-@right
+@right()
 def amp_with_an_overflow(watch, model, optimizer):
     """A first scale that is too large for a sum over rows: one step is skipped, and the scale
     halved."""
@@ -56,7 +49,7 @@ def amp_with_an_overflow(watch, model, optimizer):
     return train(watch, model, optimizer, rows(6), loss_of, n=1, scaler=scaler)
 
 
-@right
+@right("accumulation.divided_by_more")
 def amp_switched_off(watch):
     """A GradScaler with `enabled=False`, and a loss that weighs half."""
     model = network()
@@ -68,27 +61,26 @@ def amp_switched_off(watch):
 # --- losses, graphs and windows -------------------------------------------------------------------
 
 
-@right
+@right()
 def windows_that_grow(watch, model, optimizer):
     """A larger batch later in the training: windows of 1, 2, 4 and 8, each divided by its own."""
     batches = iter(rows(15))
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for n in (1, 2, 4, 8):
             for _ in range(n):
                 (of_rows(model, *next(batches)) / n).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
-@right
+@right()
 def discriminator(watch):
     """A GAN: real, fake and generator; three backward passes, two optimizers."""
     both = nn.ModuleDict({"g": network(8, 16), "d": network(16, 1)})
     g, d = both["g"], both["d"]
     optimizers = {name: adam(model, betas=(0.5, 0.999)) for name, model in both.items()}
     noise = torch.Generator().manual_seed(4)
-    with watch(both, optimizers["d"]) as audit:
+    with watch(both, optimizers["d"]):
         for x, _ in rows(6):
             ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
             d.zero_grad()
@@ -99,10 +91,9 @@ def discriminator(watch):
             g.zero_grad()
             F.binary_cross_entropy_with_logits(d(fake), ones).backward()
             optimizers["g"].step()
-    return audit
 
 
-@right
+@right()
 def variational_autoencoder(watch):
     """The sum of a reconstruction and of a divergence over the batch, undivided; it draws."""
 
@@ -116,7 +107,7 @@ def variational_autoencoder(watch):
     return train(watch, model, adam(model), rows(6), loss_of, n=1)
 
 
-@right
+@right()
 def gradient_penalty(watch):
     """The norm of the gradient for the input, with `create_graph`."""
 
@@ -130,7 +121,7 @@ def gradient_penalty(watch):
     return train(watch, model, adam(model), rows(6), loss_of, n=1)
 
 
-@right
+@right()
 def checkpointed(watch):
     """A part of the model is computed again in the backward pass; dropout, in-place activations."""
 
@@ -141,7 +132,7 @@ def checkpointed(watch):
     return train(watch, model, sgd(model), loss_of=loss_of)
 
 
-@right
+@right()
 def losses_of_all_kinds(watch, model, optimizer):
     """Smoothed labels, weighted classes, and losses of numbers: a window of each, then a step."""
     weight = torch.linspace(0.5, 2.0, 8)
@@ -165,23 +156,22 @@ def losses_of_all_kinds(watch, model, optimizer):
 # --- gradients that are more than a sum of passes -------------------------------------------------
 
 
-@right
+@right()
 def gradients_by_hand(watch, model, optimizer):
     """`torch.autograd.grad`, and its results put into `.grad`."""
     parameters = list(model.parameters())
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows(6):
             grads = torch.autograd.grad(of_rows(model, x, y), parameters)
             for parameter, grad in zip(parameters, grads):
                 parameter.grad = grad
             optimizer.step()
-    return audit
 
 
-@right
+@right()
 def a_pass_that_fails(watch, model, optimizer):
     """A micro-batch whose backward pass raises half way, and a loop that goes on."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, y) in enumerate(rows()):
             hidden = model[1](model[0](x))
             if i % N == 2:
@@ -191,13 +181,12 @@ def a_pass_that_fails(watch, model, optimizer):
             if (i + 1) % N == 0:
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
 # --- optimizers and schedules ---------------------------------------------------------------------
 
 
-@right
+@right()
 def lbfgs(watch):
     """An optimizer that calls a closure as often as it likes."""
     model = network()
@@ -209,13 +198,12 @@ def lbfgs(watch):
         loss.backward()
         return loss
 
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for _ in range(5):
             optimizer.step(closure)
-    return audit
 
 
-@right
+@right()
 def step_in_backward(watch):
     """An optimizer for every parameter, which steps as soon as its gradient is there."""
     model = network()
@@ -227,16 +215,15 @@ def step_in_backward(watch):
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(hook)
-    with watch(model, optimizers[model[0].weight]) as audit:
+    with watch(model, optimizers[model[0].weight]):
         for x, y in rows(6):
             of_rows(model, x, y).backward()
-    return audit
 
 
-@right
+@right()
 def one_cycle(watch, model, optimizer):
     """A schedule in steps, made inside the block, whose first rate torch sets by a step."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
         for window in audited.windows_of(rows()):
             for x, y in window:
@@ -244,10 +231,9 @@ def one_cycle(watch, model, optimizer):
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-    return audit
 
 
-@right
+@right()
 def fused(watch):
     """SGD in one kernel, with momentum, zeros instead of None, and two groups."""
     model = network()
@@ -271,7 +257,7 @@ class Both(torch.optim.Optimizer):
             optimizer.step()
 
 
-@right
+@right()
 def two_optimizers_in_one(watch):
     """Matrices and the rest have an optimizer each."""
     model = network()
@@ -280,7 +266,7 @@ def two_optimizers_in_one(watch):
     return train(watch, model, optimizer)
 
 
-@right
+@right()
 def sparse_gradients(watch):
     """An embedding whose gradients are sparse."""
     table = nn.Embedding(100, 16, sparse=True)
@@ -291,34 +277,28 @@ def sparse_gradients(watch):
 # --- the wrapper ----------------------------------------------------------------------------------
 
 
-@right
+@right()
 def window_of_the_wrapper(watch, model, optimizer):
     """Scaled, weighted by tokens, clipped, and the rest flushed."""
     options = {"max_norm": 0.1, "scaler": scaler_of(growth_interval=2)}
     optimizer = AccumulatingOptimizer(optimizer, window=N, **options)
     schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in audited.tagged(3 * N + 2):
             optimizer.backward(audited.of_labels(model, x, y), weight=(y != audited.IGNORED).sum())
             optimizer.step()
             if optimizer.stepped:
                 schedule.step()
         optimizer.flush()
-    return audit
 
 
-@right
+@right()
 def half_precision_in_the_wrapper(watch):
     """Parameters in bfloat16, summed in float32."""
     model = network().bfloat16()
     optimizer = AccumulatingOptimizer(sgd(model), window=16)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows(32):
             optimizer.backward(of_rows(model, x.bfloat16(), y))
             optimizer.step()
             optimizer.zero_grad()
-    return audit
-
-
-# What may be meant is asked: here it is.
-ASKED: dict[Looping, set[str]] = {amp_switched_off: {"accumulation.divided_by_more"}}

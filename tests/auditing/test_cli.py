@@ -1,17 +1,15 @@
 """`python -m accumext audit script.py`: what the script sees, what comes out, what is put back."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from support import ROOT
+from support.programs import run_script
 
 from accumext.__main__ import main
 
@@ -32,9 +30,6 @@ for step in range({steps}):
     print("after step", step)
 {end}
 """
-
-Capture = pytest.CaptureFixture[str]
-Script = Callable[..., Path]
 
 
 @pytest.fixture
@@ -260,14 +255,7 @@ def test_a_module_that_raises_when_it_is_asked(twice, tmp_path, script):
     """As lazy modules do whose package is missing, which a script never uses; in a process, since
     torch looks at all modules when it is first needed"""
     path = script(LAZY + "torch.manual_seed(0)")
-    done = subprocess.run(
-        [sys.executable, "-m", "accumext", "audit", *twice, str(path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script("-m", "accumext", "audit", *twice, path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "no findings in 4 windows of 8 backward passes" in done.stdout
 
@@ -307,14 +295,7 @@ def test_a_script_sees_what_python_shows_it(tmp_path, monkeypatch):
 def test_as_a_program(script):
     path = script(clear="pass")
     line = 1 + path.read_text().split("\n").index("    optimizer.step()")
-    done = subprocess.run(
-        [sys.executable, "-m", "accumext", "audit", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_script("-m", "accumext", "audit", path)
     assert (done.returncode, done.stderr) == (1, "")
     words = f"1. micro-batches counted again  (train.py:{line})  accumulation.counted_again"
     assert words in done.stdout

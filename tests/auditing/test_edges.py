@@ -13,6 +13,7 @@ import pytest
 import torch
 from audited import SCALE, N, adam, network, of_rows, rows, scaler_of, sgd, train
 from support.device import DeviceReads, cpu_as_device
+from support.tensors import assert_equal
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.functional import cross_entropy
@@ -424,7 +425,7 @@ def test_compiled(whole, divisor):
 
         audits.append(train(watch, model, sgd(model), rows(2 * N), loss_of, divisor=divisor))
         ends.append(list(model.parameters()))
-    assert all(map(torch.equal, *ends))
+    assert_equal(*ends)
     assert told(audits[0]) == ([("accumulation.divisor_missing", N)] if divisor == 1 else [])
 
 

@@ -1,12 +1,10 @@
 """The auditor where others run it: a fixture of pytest, callbacks of trainers."""
 
-import os
 import runpy
-import subprocess
-import sys
 
 import pytest
 from support import ROOT
+from support.programs import run_script
 from your_loops import frameworks
 
 pytestmark = frameworks
@@ -37,11 +35,7 @@ def test_a_fixture_checks_when_the_test_ends(tmp_path):
     said = []
     for ignored in ("", "audit_ignore =\n    accumulation.partial  # of the last window\n"):
         (tmp_path / "pytest.ini").write_text(f"[pytest]\n{ignored}")
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_loop.py"],
-            cwd=tmp_path, capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        done = run_script("-m", "pytest", "-qp", "no:cacheprovider", "test_loop.py", cwd=tmp_path)
         said.append((done.returncode, done.stdout))
     assert said[0][0] == 1
     assert "accumulation.partial" in said[0][1]

@@ -3,6 +3,7 @@
 Of either not one bit changes.
 """
 
+import importlib
 import linecache
 import random
 import re
@@ -10,21 +11,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import odd_losses
-import odd_players
-import odd_sequences
-import odd_steps
 import odd_turns
-import odd_windows
 import pytest
 import right_loops
 import torch
 from audited import Looping, N, Watch, network, of_rows, rows, run, sgd, train
 from by_definition import Plain
-from torch import Tensor, nn
-from wrong_loops import WRONG
-from wrong_parts import WRONG_PARTS
-from wrong_windows import WRONG_WINDOWS
+from cases import RIGHT, WRONG
+from torch import Tensor
 
 import accumext
 from accumext.auditing._events import view_of
@@ -38,16 +32,9 @@ pytestmark = [  # what is said of some of these loops without an audit
 
 def end_of(loop: Looping, watch: Watch) -> tuple[Any, list[Tensor]]:
     """What looked on; then parameters, buffers, gradients, the optimizer's state, generators."""
-    seen: list[tuple[nn.Module, Any]] = []
-
-    def watching(model, optimizer, **options):
-        seen.append((model, optimizer))
-        return watch(model, optimizer, **options)
-
     random.seed(0)
     torch.manual_seed(0)
-    result = run(loop, watching)
-    model, optimizer = seen[-1]
+    result, model, optimizer = run(loop, watch)
     tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
     for state in optimizer.state.values():
         tensors += [value for value in state.values() if isinstance(value, Tensor)]
@@ -70,9 +57,13 @@ def ids(found: Iterable[accumext.Finding]) -> set[str]:
     return {one.id for one in found} - {"optimizer.decay"}
 
 
-@pytest.mark.parametrize(
-    "case", [*WRONG, *WRONG_WINDOWS, *WRONG_PARTS], ids=lambda case: case.loop.__name__
-)
+HERE = Path(__file__).parent
+for kind in ("right", "odd", "wrong"):
+    for path in sorted(HERE.glob(f"{kind}_*.py")):  # each lists its loops
+        importlib.import_module(path.stem)
+
+
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case.loop.__name__)
 def test_the_audit_names_a_mistake(case):
     """Its id, its size to 1 %, its line, and nothing else; a question where the table says so"""
     plain, audit = both(case.loop)
@@ -84,39 +75,39 @@ def test_the_audit_names_a_mistake(case):
     assert case.told in found.evidence
     assert found.cure.startswith("right if ") == case.asks
     file, line = re.fullmatch(r"(\w+\.py):(\d+)", found.where).groups()
-    assert case.at in linecache.getline(str(Path(__file__).with_name(file)), int(line))
+    assert case.at in linecache.getline(str(HERE / file), int(line))
 
 
-ODD = (odd_players, odd_losses, odd_sequences, odd_steps, odd_windows, odd_turns)
-LOOPS = [*right_loops.RIGHT, *(loop for file in ODD for loop in file.ODD)]
-ASKED = {loop: asked for file in (right_loops, *ODD) for loop, asked in file.ASKED.items()}
-every_right_loop = pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
+def told(what: str) -> pytest.MarkDecorator:
+    """Every right loop whose audit is told that."""
+    cases = [case for case in RIGHT if what in case.told]
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.loop.__name__)
 
 
-@every_right_loop
-def test_a_right_loop(loop):
+@told("optimizer")
+def test_a_right_loop(case):
     """No finding, and no new question; as many windows as there are steps, or were asked for"""
-    plain, audit = both(loop)
+    plain, audit = both(case.loop)
     assert plain.steps
     assert audit.findings == (), str(audit)
-    assert ids(audit.questions) == ASKED.get(loop, set()), str(audit)
+    assert ids(audit.questions) == case.asked, str(audit)
     steps = max(len(plain.steps), plain.scaler_steps)  # also those that were skipped
     assert len(audit.to_json()["windows"]) == min(steps, plain.windows)
 
 
 @pytest.mark.slow  # every loop once more
-@every_right_loop
-def test_a_right_loop_all_of_whose_optimizers_are_followed(loop):
-    audit, _ = end_of(loop, lambda model, optimizer, **options: accumext.audit(**options))
+@told("optimizer")
+def test_a_right_loop_all_of_whose_optimizers_are_followed(case):
+    audit, _ = end_of(case.loop, lambda model, optimizer, **options: accumext.audit(**options))
     assert audit.findings == (), str(audit)
 
 
-@pytest.mark.parametrize("loop", odd_turns.UNNAMED, ids=lambda loop: loop.__name__)
-def test_a_right_loop_of_which_only_the_model_is_named(loop):
+@told("model")
+def test_a_right_loop_of_which_only_the_model_is_named(case):
     """Nothing more is asked: of optimizers that have not stepped yet, or of another's schedule"""
-    audit, _ = end_of(loop, lambda model, _, **options: accumext.audit(model, **options))
+    audit, _ = end_of(case.loop, lambda model, _, **options: accumext.audit(model, **options))
     assert audit.findings == (), str(audit)
-    assert ids(audit.questions) == ASKED.get(loop, set()), str(audit)
+    assert ids(audit.questions) == case.asked, str(audit)
 
 
 def test_an_optimizer_that_has_not_stepped_yet():

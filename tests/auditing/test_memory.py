@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 ROWS, WIDTH = 200_000, 64  # of an embedding that is nearly all of the model
 

@@ -1,14 +1,12 @@
 """Examples, recipes and trainers under an audit that is told neither model nor optimizer."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
 from support import ROOT
 from support.optimizer_oracle import loss_of, make_batches, make_model
+from support.programs import run_script
 from test_from_your_loop import stand_ins, trained  # noqa: F401
 from your_loops import LOOPS, SIDES, N, frameworks
 
@@ -43,13 +41,7 @@ print(json.dumps([said["findings"], said["questions"], len(said["windows"])]))
 @pytest.mark.process
 def test_a_recipe_with_a_process_group(tmp_path):
     """Which it makes, and has ended when the block closes"""
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(ROOT / "examples" / "recipes" / "with_ddp.py")],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
+    done = run_script("-c", DRIVER, ROOT / "examples" / "recipes" / "with_ddp.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     findings, questions, windows = json.loads(done.stdout.splitlines()[-1])
     assert (findings, [question["id"] for question in questions]) == ([], ["optimizer.decay"])

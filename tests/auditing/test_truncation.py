@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from by_definition import distance
+from support.tensors import assert_equal
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
@@ -73,7 +74,7 @@ def test_the_loop_stays_as_it_was():
     (question,) = audit.questions
     assert question.id == "truncation.distance"
     assert "k1=2, k2=2 of 9 steps" in question.evidence
-    assert all(map(torch.equal, tensors, plain))
+    assert_equal(tensors, plain)
     assert torch.equal(rng, plain_rng)
 
 
@@ -207,7 +208,7 @@ def test_the_gradients_of_decode_loss_stay_as_they_were(options):
     """Those of the trunk, too, and what generators draw, with dropout"""
     options |= {"embedding_dropout": 0.3}
     (found, audit), (plain, _) = (decode_step(words(), a, **options) for a in (True, False))
-    assert all(map(torch.equal, found, plain))
+    assert_equal(found, plain)
     assert len(asked(audit)) == bool(options.get("k2"))
 
 
@@ -261,7 +262,7 @@ def test_inputs_with_a_graph_of_their_own():
             assert "truncation.distance" in dict(asked(audit))
         grads.append([p.grad.clone() for p in one.parameters() if p.grad is not None])
         one.zero_grad()
-    assert all(map(torch.equal, *grads))
+    assert_equal(*grads)
 
 
 def test_a_call_inside_is_not_measured():

@@ -5,27 +5,32 @@ that take no more than `watch` make a model and an optimizer of their own.
 """
 
 import copy
+import itertools
 
 import audited
 import by_definition
 import torch
 from audited import SCALE, N, network, of_rows, rows, scaler_of, sgd, train
 from by_definition import Plain
-from cases import Wrong, into
-from torch import nn
-from torch.nn.functional import cross_entropy, mse_loss
+from cases import wrong
+from torch import Tensor, nn
+from torch.nn.functional import (
+    binary_cross_entropy_with_logits,
+    cross_entropy,
+    kl_div,
+    log_softmax,
+    mse_loss,
+    one_hot,
+)
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 
 import accumext
+from accumext import AccumulatingOptimizer
 
 STEPS, VOCABULARY = 50, 5000  # of the greedy decoder
 MANY = 32  # micro-batches of a window in half precision
 K1 = 5  # steps between two backward passes
-
-
-WRONG: list[Wrong] = []
-wrong = into(WRONG)
 
 
 # --- what a micro-batch weighs --------------------------------------------------------------------
@@ -52,11 +57,10 @@ def divided_loss_and_gradient(watch, model, optimizer):
 def divided_for_the_wrapper(watch, model, optimizer):
     """The loss is divided by n for an optimizer that divides by itself."""
     optimizer = accumext.AccumulatingOptimizer(optimizer, window=N)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for x, y in rows():
             optimizer.backward(of_rows(model, x, y) / N)
             optimizer.step()
-    return audit
 
 
 @wrong("accumulation.unequal_counts", 12 / 3, asks=True)
@@ -100,7 +104,7 @@ def zero_grad_forgotten(watch, model, optimizer):
 @wrong("accumulation.counted_again", 4, also=("memory.losses_summed",))
 def running_total_with_retain_graph(watch, model, optimizer):
     """`total += loss; total.backward(retain_graph=True)`, the way out of an error message."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in audited.windows_of(rows()):
             total = 0
             for x, y in window:
@@ -108,7 +112,6 @@ def running_total_with_retain_graph(watch, model, optimizer):
                 total.backward(retain_graph=True)
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 # --- clips, loss scales and schedules -------------------------------------------------------------
@@ -255,11 +258,10 @@ def backward_at_every_token(watch):
     """Backward at every token, and the state detached: no gradient flows through time."""
     model = audited.Decoder(11)
     optimizer = sgd(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for sentence in audited.sentences(1):
             accumext.tbptt(model, *sentence, criterion=cross_entropy, k1=1)
             optimizer.step()
-    return audit
 
 
 @wrong(
@@ -326,3 +328,160 @@ def noise_from_a_generator_that_goes_on(watch):
         batches = [(x + 0.01 * torch.randn(x.shape, generator=generator), y) for x, y in rows(4)]
         run = train(watch, model, sgd(model), batches, n=1, against=run)
     return run
+
+
+# --- parts that do not fit: divisors and sums -----------------------------------------------------
+
+
+@wrong("accumulation.divided_by_more", 1 / N, asks=True)
+def divided_by_two_functions(watch, model, optimizer):
+    """The training step divides by n, and so does the trainer's backward, as Accelerate's does."""
+    return train(watch, model, optimizer, loss_of=lambda *of: of_rows(*of) / N)
+
+
+@wrong("accumulation.divisor_missing", N, asks=True)
+def own_mean_undivided(watch, model, optimizer):
+    """A mean by hand, `sum() / len(y)`, that nobody divides by n."""
+
+    def loss_of(model, x, y):
+        return -log_softmax(model(x), -1)[range(len(y)), y].sum() / len(y)
+
+    return train(watch, model, optimizer, loss_of=loss_of, divisor=1)
+
+
+@wrong("accumulation.divisor_missing", N, asks=True)
+def batch_mean_undivided(watch, model, optimizer):
+    """Distillation: `batchmean` is a mean over the rows of a micro-batch, not of a window."""
+
+    def loss_of(model, x, y):
+        soft = one_hot(y, 8).float()
+        return kl_div(log_softmax(model(x), -1), soft, reduction="batchmean")
+
+    return train(watch, model, optimizer, loss_of=loss_of, divisor=1)
+
+
+# Gradients of windows 1 and 3 are in the steps of 2 and 4 as well.
+@wrong("accumulation.counted_again", 2, at="step(")
+def zero_grad_after_every_second_step(watch, model, optimizer):
+    """A step after every n micro-batches, and `zero_grad` after every 2 n."""
+    clears = itertools.cycle([False, True])
+
+    def clear():
+        if next(clears):
+            optimizer.zero_grad()
+
+    return train(watch, model, optimizer, clear=clear)
+
+
+# In all windows: the discriminator's pass, after which it has stepped.
+@wrong("accumulation.another_loss", 1, at="of_judge.backward(", asks=True)
+def discriminator_in_the_generator(watch):
+    """A GAN without `detach` that clears `g` after its step only: the generator steps on what the
+    discriminator's loss has left there, too."""
+    both = nn.ModuleDict({"g": network(8, 16), "d": network(16, 1)})
+    g, d = both["g"], both["d"]
+    of_g, of_d = sgd(g), sgd(d)
+    noise = torch.Generator().manual_seed(4)
+    with watch(both, of_g):
+        for x, _ in rows(4):
+            ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
+            z = torch.randn(len(x), 8, generator=noise)
+            of_d.zero_grad()
+            of_judge = binary_cross_entropy_with_logits(d(x), ones)
+            of_judge = of_judge + binary_cross_entropy_with_logits(d(g(z)), zeros)
+            of_judge.backward()
+            of_d.step()
+            binary_cross_entropy_with_logits(d(g(z)), ones).backward()
+            of_g.step()
+            of_g.zero_grad()
+
+
+# --- parts that do not fit: scalers, clips and schedules ------------------------------------------
+
+
+@wrong("scaler.mixed", SCALE, at="unscale_(")
+def unscaled_after_the_first_backward(watch, model, optimizer):
+    """AMP: `i % n == 0` instead of `(i + 1) % n == 0`: three passes add scaled gradients to one
+    that was unscaled, and the scaler's step does not unscale again."""
+    scaler = scaler_of()
+
+    def unscale(i):
+        if i % N == 0:
+            scaler.unscale_(optimizer)
+
+    return train(watch, model, optimizer, scaler=scaler, each=unscale)
+
+
+@wrong("clip.empty", N, at="clip_grad_norm_(")
+def clip_beside_the_wrapper(watch, model, optimizer):
+    """AccumulatingOptimizer sums by itself: `.grad` is empty, and a clip by hand has norm 0."""
+    optimizer = AccumulatingOptimizer(optimizer, window=N)
+    with watch(model, optimizer):
+        for x, y in rows():
+            optimizer.backward(of_rows(model, x, y))
+            clip_grad_norm_(model.parameters(), 0.01)
+            optimizer.step()
+
+
+@wrong("clip.empty", 1, at="clip_grad_norm_(")
+def clip_of_an_exhausted_generator(watch, model, optimizer):
+    """`model.parameters()` is kept and handed to every clip: from the second on it is empty."""
+    parameters = model.parameters()
+    return train(watch, model, optimizer, before=lambda: clip_grad_norm_(parameters, 0.1))
+
+
+@wrong("schedule.per_micro_batch", 2, at="schedule.step(", asks=True)
+def schedule_twice_in_a_window(watch, model, optimizer):
+    """The schedule steps with every second micro-batch, the optimizer with every fourth."""
+    schedule = ExponentialLR(optimizer, gamma=0.99)
+
+    def end(i):
+        if i % 2 == 1:
+            schedule.step()
+
+    return train(watch, model, optimizer, end=end)
+
+
+# --- parts that do not fit: what is not trained ---------------------------------------------------
+
+
+@wrong("parameters.no_optimizer", 1, at="step(", asks=True)
+def weights_of_the_loss(watch, model, optimizer):
+    """Log variances that the loss has, and neither the model nor the optimizer."""
+    log_variance = nn.Parameter(torch.zeros(8))
+
+    def loss_of(model, x, y):
+        return cross_entropy(model(x) * torch.exp(-log_variance), y)
+
+    return train(watch, model, optimizer, rows(4), loss_of, n=1)
+
+
+class Listing(nn.Module):
+    """Layers in a list of Python's, which `parameters()` does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.head = [nn.Linear(16, 16) for _ in range(3)], nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+@wrong("parameters.no_optimizer", 2 * 3, at="step(", asks=True)
+def layers_in_a_list(watch):
+    """A list where nn.ModuleList is meant: the optimizer has the head alone."""
+    model = Listing()
+    return train(watch, model, sgd(model), rows(4), n=1)
+
+
+@wrong("parameters.no_gradient", 2 * 2, at="step(", asks=True)
+def optimizer_of_a_frozen_encoder(watch):
+    """An encoder that is frozen when its optimizer is made, and never thawed."""
+    encoder, head = network(16, 16).requires_grad_(False), nn.Linear(16, 8)
+    model, of_head = nn.Sequential(encoder, head), sgd(head)
+    return train(
+        watch, model, sgd(encoder), rows(4), n=1, before=lambda: of_head.step(),
+        clear=model.zero_grad,
+    )  # fmt: skip

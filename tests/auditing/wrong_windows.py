@@ -25,7 +25,7 @@ from audited import (
     train,
 )
 from by_definition import Plain
-from cases import Wrong, into
+from cases import wrong
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
 from torch.nn.utils import clip_grad_norm_
@@ -35,9 +35,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 REST = 2  # micro-batches of an epoch beyond its full windows
 SEEN = 10  # windows to look at, so that the end of a loop is seen
 ROWS = 8  # of a micro-batch
-
-WRONG_WINDOWS: list[Wrong] = []
-wrong = into(WRONG_WINDOWS)
 
 
 def ends_window(i: int) -> bool:
@@ -64,10 +61,9 @@ def epoch(
 def epochs(
     watch: Any, model: nn.Module, optimizer: Any, *of: Any, times: int = 3, **how: Any
 ) -> Any:
-    with watch(model, optimizer, windows=SEEN) as audit:
+    with watch(model, optimizer, windows=SEEN):
         for _ in range(times):
             epoch(model, optimizer, *of, **how)
-    return audit
 
 
 def in_windows(
@@ -75,13 +71,12 @@ def in_windows(
 ) -> Any:
     """Windows of so many micro-batches, each with a divisor of its own."""
     batches = iter(rows(sum(lengths)))
-    with watch(model, optimizer, windows=SEEN) as audit:
+    with watch(model, optimizer, windows=SEEN):
         for length, divisor in zip(lengths, divisors, strict=True):
             for _ in range(length):
                 (of_rows(model, *next(batches)) / divisor).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 def of_own(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
@@ -122,7 +117,7 @@ def rest_of_masked_means(watch, model, optimizer):
 def rest_of_another_loop(watch, model, optimizer):
     """Warm-up and training written one after the other: two lines add to one window."""
     batches = rows(2 * N + REST)
-    with watch(model, optimizer, windows=SEEN) as audit:
+    with watch(model, optimizer, windows=SEEN):
         for i, (x, y) in enumerate(batches):
             (of_rows(model, x, y) / N).backward()
             if ends_window(i):
@@ -133,7 +128,6 @@ def rest_of_another_loop(watch, model, optimizer):
             if ends_window(i):
                 optimizer.step()
                 optimizer.zero_grad()
-    return audit
 
 
 @wrong("accumulation.unused", REST, asks=True)
@@ -150,7 +144,7 @@ def generator_in_the_discriminator(watch):
     g, d = both["g"], both["d"]
     of_g, of_d = sgd(g), sgd(d)
     noise = torch.Generator().manual_seed(4)
-    with watch(both, of_d) as audit:
+    with watch(both, of_d):
         for x, _ in rows(4):
             ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
             fake = g(torch.randn(len(x), 8, generator=noise))
@@ -162,7 +156,6 @@ def generator_in_the_discriminator(watch):
             of_generator.backward()
             of_g.step()
             of_g.zero_grad()
-    return audit
 
 
 # --- what a window is divided by ------------------------------------------------------------------
@@ -208,14 +201,13 @@ def least_share(_: Plain) -> float:
 @wrong("accumulation.varying", least_share)
 def masked_rows_that_count_one(watch, model, optimizer):
     """miles, which trains by RL: `mask.sum(1).clamp_min(1)` adds a label per fully masked row."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in audited.windows_of(audited.tagged(3 * N, MASKED)):
             divisor = sum((y != IGNORED).sum(1).clamp_min(1).sum() for _, y in window)
             for x, y in window:
                 (of_labels(model, x, y, "sum") / divisor).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 @wrong("accumulation.divided_by_less", 10 / N, asks=True)
@@ -233,7 +225,7 @@ def labels_counted_before_the_shift(watch):
     model = nn.Sequential(nn.Embedding(8, 16), network())
     optimizer = sgd(model)
     sequences = [tokens[None] for _, tokens in rows(3 * N)]
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for begin in range(0, len(sequences), N):
             window = sequences[begin : begin + N]
             counted = sum(tokens.numel() for tokens in window)
@@ -243,7 +235,6 @@ def labels_counted_before_the_shift(watch):
                 (loss / counted).backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 @wrong("accumulation.window_of_one", 1 / N, asks=True)
@@ -416,7 +407,7 @@ def validation_without_train(watch):
 @wrong("memory.losses_summed", N, asks=True)
 def losses_summed_over_the_window(watch, model, optimizer):
     """torchtune in 2024, for a time: a window's losses are summed, and backward runs once."""
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for window in audited.windows_of(rows()):
             total = 0
             for x, y in window:
@@ -424,7 +415,6 @@ def losses_summed_over_the_window(watch, model, optimizer):
             total.backward()
             optimizer.step()
             optimizer.zero_grad()
-    return audit
 
 
 PASSES = 10  # until the state is dropped
@@ -449,11 +439,10 @@ def lstm_that_keeps_its_state(watch):
     """`backward(retain_graph=True)`, since torch's error message of a second backward names it."""
     model = Keeping()
     optimizer = sgd(model)
-    with watch(model, optimizer) as audit:
+    with watch(model, optimizer):
         for i, (x, y) in enumerate(audited.tagged(3 * PASSES, [12])):
             (of_labels(model, x, y) / PASSES).backward(retain_graph=True)
             if (i + 1) % PASSES == 0:
                 optimizer.step()
                 optimizer.zero_grad()
                 model.state = None
-    return audit

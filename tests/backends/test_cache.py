@@ -446,11 +446,12 @@ def test_a_disk_that_is_full_while_compiling_leaves_pytorch(tmp_path):
 
 FULL_WHEN_KEEPING = """
 import errno, os
+from pathlib import Path
 
-def fsync(descriptor):
+def write_bytes(path, data):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-os.fsync = fsync
+Path.write_bytes = write_bytes
 """
 
 

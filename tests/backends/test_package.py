@@ -21,7 +21,8 @@ import accumext
 
 pytestmark = pytest.mark.build
 
-SHIPPED = ["accumext", "csrc", "setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"]
+SHIPPED = ["accumext", "csrc", "examples/demo", "setup.py", "pyproject.toml", "MANIFEST.in"]
+SHIPPED += ["README.md", "LICENSE"]
 NO_COMPILER = {"PATH": "/nonexistent", "CC": "/nonexistent/cc", "CXX": "/nonexistent/c++"}
 BUILD_SDIST = "from setuptools import build_meta; print(build_meta.build_sdist('dist'))"
 WARNING = re.compile(r".*(?:Warning\b|\bwarning:).*")
@@ -167,6 +168,7 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path):
     }
     expected = modules | expected_sources()
     expected |= {"accumext/py.typed", "accumext/backends/_C_cpu.abi3.so"}
+    expected |= {f"accumext/demo/{path.name}" for path in (ROOT / "examples/demo").glob("*.py")}
     assert expected <= packed(wheel)
     assert not any(name.startswith(("tests", "csrc")) for name in packed(wheel))
     assert "-py3-none-linux" in wheel.name  # any Python 3
@@ -176,6 +178,7 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path):
     report = environment.doctor(ACCUMEXT_BACKEND="native")
     assert report["backend"] == "cpu"
     assert "compiled at installation" in report["reason"]
+    assert "docstrings to learn" in succeed(environment.run("-m", "accumext", "demo", "--help"))
 
 
 def test_an_installation_copies_what_was_compiled_before(project, environment, tmp_path):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import accumext
+from accumext.tensors import torch_private as private
 
 STEPS, ROWS, VOCABULARY, SIZE = 5, 12, 11, 6  # rows of a micro-batch of all ranks together
 # Embedding, cell and head: a call gathers each once forward and once backward, and reduces it once.
@@ -165,12 +166,14 @@ def micro_batches(rank=0, world=1):
         yield features[mine], targets[:, mine]
 
 
+def records(*modules):
+    """What `fully_shard` keeps of the parameters of modules."""
+    return [record for module in modules for record, _ in private._sharded_parameters(module)]
+
+
 def is_resharded(*modules):
     """Tell whether all parameters are shards and the memory of the whole ones is freed."""
-    states = [m._get_fsdp_state() for part in modules for m in part.modules() if is_sharded(m)]
-    wholes = [
-        p._unsharded_param for s in states for g in s._fsdp_param_groups for p in g.fsdp_params
-    ]
+    wholes = [record._unsharded_param for record in records(*modules)]
     freed = all(p.untyped_storage().size() == 0 for p in wholes)
     return freed and all(isinstance(p, DTensor) for part in modules for p in part.parameters())
 

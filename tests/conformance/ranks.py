@@ -22,7 +22,8 @@ import torch.distributed as dist
 from support.once import once
 from torch.multiprocessing.spawn import ProcessException
 
-from accumext.optimizer import _backward, _processes
+from accumext.distributed import _all_reduce
+from accumext.optimizer import _collecting
 
 PRELOADED = [
     "torch",
@@ -127,12 +128,12 @@ def of(seen: Sequence[dict[str, Any]], scenario: str, what: str | None = None) -
 @contextmanager
 def small_buckets(size: int = 1) -> Iterator[None]:
     """Main gradients are taken in and sent in pieces of this many bytes, or one tensor."""
-    whole = _processes.BUCKET_BYTES, _backward.BUNDLE_BYTES
-    _processes.BUCKET_BYTES = _backward.BUNDLE_BYTES = size
+    whole = _all_reduce.BUCKET_BYTES, _collecting.BUNDLE_BYTES
+    _all_reduce.BUCKET_BYTES = _collecting.BUNDLE_BYTES = size
     try:
         yield
     finally:
-        _processes.BUCKET_BYTES, _backward.BUNDLE_BYTES = whole
+        _all_reduce.BUCKET_BYTES, _collecting.BUNDLE_BYTES = whole
 
 
 def spawn(function: Callable[..., None], args: tuple[Any, ...], world: int) -> None:

@@ -145,7 +145,7 @@ def as_expected(model, opt, expected, tolerance=oracle.EXACT):
 
 def held(opt):
     """Return the number of micro-batches in the open window."""
-    return opt._box.state.window.micro_batches
+    return opt._engine.state.micro_batches
 
 
 def error_of(call, *args, **kwargs):

@@ -276,7 +276,8 @@ def test_masters_of_replicas(rank, world, **options):
     train(opt, replica, own_share(rank, world, COUNT, HALF, weighted=False), inside)
     parameters, masters = parameters_of(model), [m.detach() for m in masters]
     if options:
-        assert not all(map(torch.equal, parameters, rounded(masters)))
+        pairs = zip(parameters, rounded(masters), strict=True)
+        assert not all(torch.equal(*pair) for pair in pairs)
         return parameters, masters
     batches = oracle.make_batches(2 * COUNT, HALF)
     numbers = {"dtype": HALF, "wide": torch.float32}

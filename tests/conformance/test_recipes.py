@@ -1,10 +1,7 @@
 """Loggers and recipes."""
 
 import json
-import os
 import runpy
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -12,7 +9,7 @@ import torch
 from support import ROOT
 from support import optimizer_oracle as oracle
 from support.device import DeviceReads, cpu_as_device
-from support.programs import NO_WARNINGS
+from support.programs import run_script
 from your_loops import frameworks
 
 pytestmark = frameworks
@@ -84,9 +81,7 @@ def test_device_reads():
 
 def script(*arguments, cwd):
     """What Python prints that runs so; nothing of ours is among its warnings."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **NO_WARNINGS}
-    run = [sys.executable, *map(str, arguments)]
-    done = subprocess.run(run, cwd=cwd, env=environment, capture_output=True, text=True)
+    done = run_script(*arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
     assert oracle.OP not in done.stderr  # nor at its end, where a warning is no error
     return done.stdout

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from ranks import across
 from shares import BATCHES, WINDOW, as_expected, error_of, held, in_group, made, own_share, train
 from support.optimizer_oracle import OP, ByHand, adam, loss_of, make_model, parameters_of, sgd
+from support.tensors import assert_equal
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -204,4 +205,4 @@ def test_gradients_in_parts_are_an_error(rank, world):
     assert "got one in several parts, as reentrant" in error
     assert held(opt) == 0
     assert all(p.grad is None for p in model.parameters())
-    assert all(map(torch.equal, model.parameters(), make_model().parameters()))
+    assert_equal(model.parameters(), make_model().parameters())

@@ -79,7 +79,7 @@ def test_the_norm_of_unsummed_parts_is_that_of_their_sum(rank, world):
     for rows in inputs.split(3):
         output = distribute_tensor(rows, mesh, [Shard(0)]) @ parameter.T
         opt.backward(output.square().sum())
-        assert opt._box.state.window.sums[0].placements[0].is_partial()
+        assert opt._engine.state.window.sums[0].placements[0].is_partial()
         opt.step()
     moved = parameter.full_tensor().detach() - weight
     weight.requires_grad_()
@@ -167,7 +167,7 @@ def test_one_bad_shard_skips_on_all_ranks(rank, world):
     model, opt = sharded(window=2)
     opt.backward(loss_of(model, BATCHES[rank]))
     if rank == 0:
-        opt._box.state.window.sums[0].to_local()[0, 0] = INF
+        opt._engine.state.window.sums[0].to_local()[0, 0] = INF
     shares.called(opt, model, BATCHES[rank])
     assert opt.last.skipped
     return as_expected(model, opt, oracle.parameters_of(make_model()))

@@ -4,7 +4,16 @@ import threading
 
 import decoders
 import pytest
-from decoders import STEPS, assert_gradients, gradients, is_resharded, make, micro_batches, sharded
+from decoders import (
+    STEPS,
+    assert_gradients,
+    gradients,
+    is_resharded,
+    make,
+    micro_batches,
+    records,
+    sharded,
+)
 from ranks import across
 from shares import error_of
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -50,8 +59,7 @@ FAILING = {
 
 
 def was_gathered(module):
-    groups = module._get_fsdp_state()._fsdp_param_groups
-    return all(hasattr(p, "_unsharded_param") for g in groups for p in g.fsdp_params)
+    return all(hasattr(record, "_unsharded_param") for record in records(module))
 
 
 @across(2, cases=FAILING)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 ALLOWED = 2.0
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
@@ -185,7 +185,7 @@ class Check:
                 raise AssertionError(f"more than {limit:.2e} of the {name}: {facts}")
         if self.greedy and not gap <= allowed:
             raise AssertionError(f"a token {gap:.2e} below the argmax, not {allowed:.2e}: {facts}")
-        both = zip([found.loss, *found.gradients], [again.loss, *again.gradients])
+        both = zip([found.loss, *found.gradients], [again.loss, *again.gradients], strict=True)
         facts["same bits again"] = all(torch.equal(one, other) for one, other in both)
         if not torch.equal(found.out.tokens, again.out.tokens):
             raise AssertionError(f"other tokens in the second run: {facts}")
@@ -344,7 +344,10 @@ def check_captured(case: Case, precision: Precision, device: torch.device) -> Fa
     off = relative_distance([t.detach() for t in replayed], [t.detach() for t in plain])
     if not off <= precision.last_places:
         raise AssertionError(f"off by {off:.2e} after {TRAINED} steps")
-    return {"off by": off, "same bits": all(map(torch.equal, plain, replayed))}
+    return {
+        "off by": off,
+        "same bits": all(torch.equal(*pair) for pair in zip(plain, replayed, strict=True)),
+    }
 
 
 def record(

@@ -5,6 +5,7 @@ import pytest
 import torch
 from support.decoder_calls import KINDS, backward_call, head_call, objective_call, steps_call
 from support.gpu import LAUNCHES, launched
+from support.tensors import assert_equal
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
@@ -24,7 +25,7 @@ def test_the_bits_are_those_of_every_call():
             copy()
             results.append(copy.written)
         for other in results[1:]:
-            assert all(map(torch.equal, other, results[0]))
+            assert_equal(other, results[0])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -102,7 +103,7 @@ def test_a_call_is_in_order_with_its_stream(name):
         call()
         got = [t.clone() for t in call.written]
     torch.cuda.synchronize()
-    assert all(map(torch.equal, got, first.written))
+    assert_equal(got, first.written)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -118,4 +119,4 @@ def test_a_replayed_graph_has_the_bits_of_eager_calls(name):
             to.copy_(values)
         eager()
         graph.replay()
-        assert all(map(torch.equal, call.written, eager.written))
+        assert_equal(call.written, eager.written)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from support.decoding import WholeModel
 from support.recorded_warnings import warnings_as
+from support.tensors import assert_equal
 from torch import nn
 
 import accumext
@@ -65,6 +66,8 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"feedback": torch.ones(T, B)}, TypeError,
      "feedback must be a word or a bool mask [T, B], got a float32 tensor. "
      "One is drawn by feedback='scheduled', teacher_forcing=0.5"),
+    ({"batch_first": 1}, TypeError, "batch_first must be a bool, got int"),
+    ({"return_outputs": "yes"}, TypeError, "return_outputs must be a bool, got str"),
     ({"feedback": torch.ones(B, T, dtype=torch.bool)}, ValueError, "feedback must have shape [4, 3], got [3, 4]"),
     ({"start": V}, ValueError, "start must be in [0, 7), got 7"),
     ({"start": torch.tensor([0, 1])}, ValueError, "start must have shape [3], got [2]"),
@@ -236,7 +239,7 @@ def test_integers_of_numpy():
     assert torch.equal(found.inputs, expected.inputs)
     parameters = list(call["cell"].parameters())
     gradients = (torch.autograd.grad(out.loss, parameters) for out in (found, expected))
-    assert all(map(torch.equal, *gradients))
+    assert_equal(*gradients)
 
 
 @pytest.mark.parametrize(("name", "module", "cure"), COMPILED)
@@ -263,10 +266,10 @@ def test_integers_of_any_dtype(dtype):
     expected = results({**call, "start": start, "lengths": lengths})
     for some in (lengths.to(dtype), lengths.tolist(), tuple(lengths.tolist())):
         found = results({**few, "start": start.to(dtype), "lengths": some})
-        assert all(map(torch.equal, found, expected))
+        assert_equal(found, expected)
     expected = results({**call, "inputs": TARGETS.flip(0)})
     found = results({**few, "inputs": TARGETS.flip(0).to(dtype), "class_weight": weight.tolist()})
-    assert all(map(torch.equal, found, expected))
+    assert_equal(found, expected)
     assert all(t.dtype == torch.int64 for t in found[2:5])
     memory = accumext.decode_memory(**{**few, "lengths": [4, 1, 3]})
     assert memory == accumext.decode_memory(**call, lengths=lengths)

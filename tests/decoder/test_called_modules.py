@@ -27,7 +27,7 @@ from torch.nn.utils import prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import accumext
-from accumext.recurrence import formula_weights
+from accumext.decoder._module_calls import formula_weights
 from accumext.tensors import torch_private as private
 
 Part = Callable[[nn.Module], Any]

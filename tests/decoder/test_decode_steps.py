@@ -116,10 +116,11 @@ def run(
         some, named = exps.new_full((3, most), float("nan")), torch.full((most,), -1)
         workspace = torch.cat([exps[:, used:], exps.new_empty(r.words, used)], 1).t()
         count = decode_steps(
-            r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), mask, scale, None, 1.0,
-            None, 1.0, inputs, teacher, None, live, -1, pad, None, 1.0, r.weight.to(r.narrow),
-            r.bias.to(dtype), r.targets, tokens, workspace if head else None,
-            some if head else None, named if head else None, 32, begin, end,
+            r.table.to(dtype), r.weights(), states, KINDS.index(r.kind), [None, mask, None],
+            [1.0, scale, 1.0], inputs, teacher, None, live, -1, pad, None, 1.0,
+            r.weight.to(r.narrow), r.bias.to(dtype), r.targets, tokens,
+            workspace if head else None, some if head else None, named if head else None, 32,
+            begin, end,
         )  # fmt: skip
         exps[:, used : used + count] = workspace[:count].t()
         stats[:, used : used + count] = some[:, :count]
@@ -253,7 +254,7 @@ def test_a_narrow_table_with_a_stride(table_dtype):
     states = [torch.zeros(4, 9, 12)]
     states[0][0] = decoder.start[0]
     decode_steps(
-        wide[:, :7], decoder.weights(), states, 0, None, 1.0, None, 1.0, None, 1.0, inputs,
+        wide[:, :7], decoder.weights(), states, 0, [None] * 3, [1.0] * 3, inputs,
         None, None, None, -1, 0, None, 1.0, decoder.weight.float(), None, decoder.targets, tokens,
         None, None, None, 32, 0, 3,
     )  # fmt: skip

@@ -12,10 +12,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accumext
+from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory, _plan
-from accumext.decoder._plan import HeadRows, Plan, backward_steps, fill_budget, keeps_graph
-from accumext.demo.memory import peak_memory
-from accumext.recurrence import Dtypes, rnn_weights_of
+from accumext.decoder._plan import (
+    HeadRows,
+    Plan,
+    backward_steps,
+    fill_budget,
+    keeps_graph,
+    plan_from,
+)
+from accumext.decoder._precision import Dtypes
+from accumext.decoder._rnn_weights import rnn_weights_of
 
 PREDICTION = 0.10  # of the measured peak: the small temporaries that the formula leaves out
 STEPS, BATCH, VOCABULARY = 6, 3, 13
@@ -126,6 +134,16 @@ def test_the_meta_device_predicts_for_a_cpu():
     assert accumext.decode_memory(*fake, (20, 4), feedback="sample") == expected
 
 
+def test_the_shape_of_targets_is_theirs_where_the_batch_is_first():
+    """(B, T), as the tensors that `decode_loss` takes with the same options."""
+    parts = modules(50, 8, torch.float32, False)
+    weight = torch.ones(20, 3)
+    expected = accumext.decode_memory(*parts, (20, 3), feedback="greedy", token_weight=weight)
+    call = {"feedback": "greedy", "token_weight": weight.t(), "batch_first": True}
+    for targets in ((3, 20), torch.zeros(3, 20, dtype=torch.int64)):
+        assert accumext.decode_memory(*parts, targets, **call) == expected
+
+
 def test_decode_memory_takes_what_decode_loss_takes():
     parts = modules(13, 5, torch.float32, False)
     with pytest.raises(TypeError, match=r"^decode_memory: feedback must be given, got nothing"):
@@ -234,7 +252,7 @@ def test_sizes_of_a_call(call, rows, logit_rows, kept):
         rnn = rnn_weights_of(kind(3, units, layers), torch.float32, torch.float32)
     budget = given.pop("budget", None)
     given = {"shape": (4096, 16), "words": 2000, "dtypes": FLOATS, "rnn": rnn, **given}
-    plan = Plan.of("decode_loss", budget, **given)
+    plan = plan_from(budget, **given)
     assert (plan.rows, plan.logit_rows, plan.pre_activation_bytes) == (rows, logit_rows, kept)
     assert plan.bounded == (budget is not None)
     assert plan.gradients_in_forward == given["gradients_in_forward"]

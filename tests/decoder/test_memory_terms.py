@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import accumext
+from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory
-from accumext.decoder._memory import Call
-from accumext.demo.memory import peak_memory
+from accumext.decoder._call import Call
 from accumext.recurrence import Truncation
 
 # Of the measured peak: vectors of a number per row. PyTorch's own kernels have temporaries of their
@@ -142,7 +142,7 @@ def test_steps_whose_graph_exists_at_once(steps, windows, longest):
     truncation = Truncation.of("decode_loss", windows.get("k1"), windows.get("k2"), "fixed")
     tokens, unread = SimpleNamespace(steps=steps), SimpleNamespace()
     call = Call(unread, tokens, unread, truncation, unread, False)
-    assert call.longest_segment == longest
+    assert _memory.longest_segment(call) == longest
 
 
 def decoder(

@@ -22,8 +22,8 @@ from support.objectives import SOFT, soft_targets
 from torch import Tensor, nn
 
 import accumext
+from accumext._peak_memory import peak_memory
 from accumext.decoder import _operators
-from accumext.demo.memory import peak_memory
 
 # A float32 product of some dozens of terms, and differences of logarithms: relative to the largest
 # gradient. Half precision rounds the operands of the head's products to 8 bits.

@@ -23,7 +23,7 @@ from support.decoding import (
 from torch import Tensor, nn
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 WIDTH, SIZE = 4, 5
 TARGETS = torch.arange(STEPS * BATCH).view(STEPS, BATCH) % VOCABULARY

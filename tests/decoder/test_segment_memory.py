@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accumext
+from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory, _plan
-from accumext.demo.memory import peak_memory
 
 PREDICTION = 0.10  # of the measured peak
 BATCH, SIZE, VOCABULARY = 16, 64, 100
@@ -186,9 +186,9 @@ def test_a_state_that_grows(steps, call):
 )
 def test_as_many_steps_are_kept_as_in_the_call(make, limit, monkeypatch):
     """The graph of these steps is not made again, so that the cell is called once for each."""
-    found, predict, steps = [], _memory._kept_steps, 70
+    found, predict, steps = [], _memory.kept_steps, 70
     calls = itertools.count()  # which a replay does not put back
-    monkeypatch.setattr(_memory, "_kept_steps", lambda *a: found.append(predict(*a)) or found[-1])
+    monkeypatch.setattr(_memory, "kept_steps", lambda *a: found.append(predict(*a)) or found[-1])
     monkeypatch.setattr(_plan, "KEPT_GRAPH", limit)
     cell, (embedding, head) = make(), parts()
 

@@ -9,9 +9,9 @@ from support.device import DeviceReads, cpu_as_device
 from torch import nn
 
 import accumext
-from accumext.distributed import ShardedWindow, closing_groups
-from accumext.optimizer._sums import count_in
-from accumext.optimizer._window import NO_WINDOW
+from accumext.distributed import ShardedWindow
+from accumext.distributed._sharded_window import closing_groups
+from accumext.optimizer._ledger import Ledger
 
 
 def shard_of(*groups):
@@ -39,21 +39,21 @@ def test_weights_are_multiplied_in_over_a_power_of_two(mean, unit, on_device):
     weight = torch.tensor(12.0, dtype=torch.float64) if on_device else 12.0
     with cpu_as_device(), DeviceReads() as reads:
         sharded.note_weight(torch.tensor(mean, dtype=torch.float64) if on_device else mean)
-        window, ratio = count_in(NO_WINDOW, weight, 1.0, sharded.unit)
+        ledger, ratio = Ledger().with_micro_batch(weight, 1.0, sharded.unit)
     assert reads.count == 0
-    assert float(window.unit) == unit
+    assert float(ledger.base_weight) == unit
     assert float(ratio) == 12.0 / unit
     # The unit of an open window stays, whatever the last one's weights were.
     sharded.note_weight(64.0)
-    window, ratio = count_in(window, 5.0, 1.0, sharded.unit)
+    ledger, ratio = ledger.with_micro_batch(5.0, 1.0, sharded.unit)
     assert float(ratio) == 5.0 / unit
-    assert float(window.weight) == 17.0
+    assert float(ledger.weight) == 17.0
 
 
 def test_a_weight_of_zero_is_not_zero_on_other_processes():
     """So a micro-batch that counts nothing here sets the unit that it has there."""
-    window, ratio = count_in(NO_WINDOW, 0.0, 1.0, ShardedWindow().unit)
-    assert (window.unit, ratio) == (1.0, 0.0)
+    ledger, ratio = Ledger().with_micro_batch(0.0, 1.0, ShardedWindow().unit)
+    assert (ledger.base_weight, ratio) == (1.0, 0.0)
 
 
 def test_one_group_closes_a_window_where_there_is_one(monkeypatch):

@@ -11,6 +11,7 @@ from support.budget import examples
 from support.decode_oracle import CELLS, Decoder, decode, make_decoder
 from support.decoding import BATCH, EXACT, VOCABULARY, parts_of, wrapped
 from support.samples import assert_drawn, kept_shares
+from support.tensors import assert_equal
 from torch import Tensor
 
 import accumext
@@ -246,8 +247,8 @@ def test_a_cell_may_write_into_its_state(search, ends):
         assert torch.equal(out.state[2], out.lengths[:, 0] if search == "beam" else out.lengths)
         found.append(out)
     assert torch.equal(found[0].tokens, found[1].tokens)
-    assert all(map(torch.equal, found[0].state, found[1].state))
-    assert all(map(torch.equal, mine, before))
+    assert_equal(found[0].state, found[1].state)
+    assert_equal(mine, before)
 
 
 @pytest.mark.parametrize("search", ["greedy", "beam"])
@@ -271,7 +272,7 @@ def test_a_number_of_all_rows_may_be_written_too(search, context):
             context=(memory,) if context else (),
         )  # fmt: skip
         found.append((out.tokens, out.scores, out.state[1]))
-    assert all(map(torch.equal, *found))
+    assert_equal(*found)
 
 
 @pytest.mark.parametrize("lengths", [None, [5, 2, 3]])

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 from support.budget import examples
 from support.decode_oracle import relative_distance
 from support.device import DeviceReads, cpu_as_device
+from support.tensors import assert_equal
 from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm
 from torch.nn.utils.parametrize import cached
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 EXACT = 1e-12  # relative, float64: two orders of summation
 
@@ -399,7 +400,7 @@ def test_backward_again_on_a_retained_graph():
     loss = accumext.chunked_loss(model.loss, model.trunk(x), y, chunks=3)
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     second = torch.autograd.grad(loss, list(model.parameters()))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert_equal(first, second)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
@@ -447,7 +448,7 @@ def test_what_fn_keeps_is_put_back_before_it_is_called_again():
             loss = (fn(*slices[0]) + fn(*slices[1])) / 2
         gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
         again = torch.autograd.grad(loss, leaves)
-        assert all(map(torch.equal, gradients, again))
+        assert_equal(gradients, again)
         found.append([loss.detach(), *gradients, *(b.double() for b in fn.buffers())])
         assert fn.number == 2
     assert relative_distance(found[1], found[0]) < EXACT

@@ -18,7 +18,7 @@ from support.decode_oracle import relative_distance, truncated
 from torch import Tensor, nn
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 from accumext.recurrence import _truncation
 from accumext.recurrence._states import tensors
 

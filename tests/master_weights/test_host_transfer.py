@@ -7,24 +7,24 @@ from support.masters import BATCHES, adamw, with_masters
 from torch import nn
 
 import accumext
-from accumext.master_weights import Target, _masters
-from accumext.optimizer import _backward
+from accumext.master_weights import SteppedTensors, _masters
+from accumext.optimizer import _collecting
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
 @pytest.fixture
 def on_a_device(monkeypatch):
     """Every parameter counts as one of a device, and every gradient that is sent is counted."""
-    sent, send = [], Target.send
+    sent, send = [], SteppedTensors.send
 
     def counting(target, grads):
         sent.extend(grad for grad in grads if grad is not None)
         return send(target, grads)
 
     monkeypatch.setattr(_masters, "_crossing", lambda parameters, masters: [True for _ in masters])
-    monkeypatch.setattr(Target, "send", counting)
+    monkeypatch.setattr(SteppedTensors, "send", counting)
     monkeypatch.setattr(_masters, "BUNDLE_BYTES", 30)  # two parameters or three
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", 1)
+    monkeypatch.setattr(_collecting, "BUNDLE_BYTES", 1)
     return sent
 
 

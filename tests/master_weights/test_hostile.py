@@ -142,7 +142,8 @@ def test_the_model_follows_an_optimizer_with_a_closure_at_every_evaluation():
     seen, after, closure = [], [], closure_of(opt, model, BATCHES[0])
 
     def in_step():
-        return all(map(torch.equal, model.parameters(), [m.bfloat16() for m in masters]))
+        pairs = zip(model.parameters(), masters, strict=True)
+        return all(torch.equal(p, m.bfloat16()) for p, m in pairs)
 
     def looking():
         seen.append(in_step())

@@ -12,8 +12,8 @@ from support.tensors import HALF_DTYPES, dtype_id
 from torch import nn
 
 import accumext
-from accumext.demo.memory import peak_memory
-from accumext.optimizer import _backward
+from accumext._peak_memory import peak_memory
+from accumext.optimizer import _collecting
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 # Between the float32 norm of one pass and that of torch's norm of norms.
@@ -103,7 +103,7 @@ def test_a_skipped_window_leaves_everything(make, stochastic):
         before = values([*masters, *model.parameters()])
         for batch, factor in zip(oracle.make_batches(2, torch.float16), (poison, 1.0)):
             oracle.one_call(opt, oracle.loss_of(model, batch) * factor)
-        same = map(torch.equal, before, [*masters, *model.parameters()])
+        same = [torch.equal(*p) for p in zip(before, [*masters, *model.parameters()], strict=True)]
         assert all(same) == (poison == INF)
         assert opt.last.skipped == (poison == INF)
         assert opt.last.nonfinite == (names if poison == INF else [])
@@ -253,7 +253,7 @@ def test_groups_added_later_may_hold_masters(directly):
 @pytest.mark.parametrize("window", [1, 2])
 def test_memory_of_masters_is_as_predicted(fused, window, in_backward, monkeypatch):
     """As docs/optimizer.md says; per parameter, beside the optimizer's own state."""
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
+    monkeypatch.setattr(_collecting, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     count, layers = 2**18, 16
     parameters = [
         nn.Parameter(torch.randn(count // layers, dtype=torch.bfloat16)) for _ in range(layers)

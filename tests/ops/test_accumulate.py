@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle
 from support.budget import examples
+from support.tensors import assert_equal
 
 import accumext
 from accumext.ops import reference
@@ -47,7 +48,7 @@ def test_every_pair_of_dtypes_in_one_call():
     grads = [oracle.dyadic(m.shape, grad) for m, (_, grad) in zip(main_grads, pairs, strict=True)]
     expected = [oracle.accumulated(m, g) for m, g in zip(main_grads, grads, strict=True)]
     norm = accumext.accumulate_(main_grads, grads)
-    assert all(map(torch.equal, main_grads, expected))
+    assert_equal(main_grads, expected)
     oracle.assert_norm(norm, expected)
 
 
@@ -58,7 +59,7 @@ def test_any_list_of_sizes(sizes):
     grads = [oracle.dyadic([n], torch.bfloat16) for n in sizes]
     expected = [oracle.accumulated(m, g) for m, g in zip(main_grads, grads, strict=True)]
     norm = accumext.accumulate_(main_grads, grads)
-    assert all(map(torch.equal, main_grads, expected))
+    assert_equal(main_grads, expected)
     oracle.assert_norm(norm, expected)
 
 
@@ -97,7 +98,7 @@ def test_random_data_has_the_bits_of_the_reference(main_dtype, grad_dtype, overw
     expected = [m.clone() for m in main_grads]
     reference_norm = reference.accumulate_(expected, grads, inv_scale=0.37, overwrite=overwrite)
     norm = torch.ops.accumext.accumulate_(main_grads, grads, inv_scale=0.37, overwrite=overwrite)
-    assert all(map(torch.equal, main_grads, expected))
+    assert_equal(main_grads, expected)
     truth, rtol = oracle.norm(expected), oracle.NORM_RTOL[norm.dtype]
     oracle.assert_no_worse(norm, reference_norm, truth, rtol)
 
@@ -157,4 +158,4 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(two_threads):
         norms.append(accumext.accumulate_(main_grads, grads, inv_scale=0.37))
         sums.append(main_grads)
     assert torch.equal(*norms)
-    assert all(map(torch.equal, *sums))
+    assert_equal(*sums)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.tensors import assert_equal
 from torch.library import opcheck
 
 import accumext
@@ -57,5 +58,5 @@ def test_compile_in_one_graph(inv_scale):
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(
         compiled, grads, inv_scale, torch.zeros(())
     )
-    assert all(map(torch.equal, got, expected))
-    assert all(map(torch.equal, compiled, eager))
+    assert_equal(got, expected)
+    assert_equal(compiled, eager)

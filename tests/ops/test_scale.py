@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support import oracle
+from support.tensors import assert_equal
 
 import accumext
 from accumext.ops import reference
@@ -30,7 +31,7 @@ def test_mixed_dtypes_and_strides():
     untouched = base[:, 1::2].clone()
     expected = [(g.double() * 0.25).to(g.dtype) for g in grads]
     accumext.scale_(grads, 0.25)
-    assert all(map(torch.equal, grads, expected))
+    assert_equal(grads, expected)
     assert torch.equal(base[:, 1::2], untouched)
 
 
@@ -39,7 +40,7 @@ def test_random_data_has_the_bits_of_the_reference(dtype):
     expected = [g.clone() for g in grads]
     reference.scale_(expected, 0.37)
     torch.ops.accumext.scale_(grads, 0.37)
-    assert all(map(torch.equal, grads, expected))
+    assert_equal(grads, expected)
 
 
 @pytest.mark.parametrize("factor", [1.0, torch.tensor(1.0)], ids=["float", "tensor"])

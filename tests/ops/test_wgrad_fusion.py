@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import accumext
+from accumext._peak_memory import peak_memory
 from accumext.decoder import _operators
-from accumext.demo.memory import peak_memory
 from accumext.ops.wgrad_fusion import destination, may_fuse
 
 EXACT = 1e-12  # relative, float64: the same sums in another order

@@ -15,9 +15,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from accumext.optimizer import _backward
+from accumext.optimizer import _collecting
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-from accumext.optimizer._backward import GradCollector
+from accumext.optimizer._collecting import GradCollector
 
 BATCHES = oracle.make_batches(2, torch.bfloat16)
 
@@ -106,7 +106,7 @@ def test_a_micro_batch_has_one_weight(second, policy):
 @pytest.fixture(params=[oracle.ONE_BY_ONE, 40], ids=lambda n: f"bundles-of-{n}")
 def bundles(request, monkeypatch):
     """Every gradient alone, and a few together, of which the last wait for the end of the pass."""
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", request.param)
+    monkeypatch.setattr(_collecting, "BUNDLE_BYTES", request.param)
 
 
 def weighted(weights):
@@ -175,7 +175,7 @@ def test_bit_for_bit_what_it_is_without(dtype, window, micro_batch, scaled):
 @pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. one more micro-batch")
 def test_a_parameter_whose_parts_come_one_by_one(monkeypatch):
     """Reentrant checkpoints run backward passes of their own; each hands over what it has."""
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
+    monkeypatch.setattr(_collecting, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     model = nn.Linear(3, 3, dtype=torch.bfloat16)
     opt = AccumulatingOptimizer(torch.optim.SGD(model.parameters()), accumulate_in_backward=True)
     opt.backward(model.weight.sum())  # from the second on, hooks are at work
@@ -191,7 +191,7 @@ def test_a_parameter_whose_parts_come_one_by_one(monkeypatch):
 
 @pytest.mark.parametrize("in_backward", [True, False])
 def test_every_gradient_is_free_before_the_next_layers_is_made(monkeypatch, in_backward):
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
+    monkeypatch.setattr(_collecting, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     model, made = oracle.make_model(torch.bfloat16), []
     opt = oracle.accumulating(model, in_backward)
     last = model[2].weight
@@ -224,7 +224,7 @@ def test_a_hook_of_the_users_comes_first_and_may_take_the_gradient():
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("bucket_view", [False, True])
 def test_ddp_may_not_write_a_gradient_after_it_was_taken_in(bucket_view, monkeypatch):
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
+    monkeypatch.setattr(_collecting, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     model = DistributedDataParallel(
         oracle.make_model(torch.bfloat16), gradient_as_bucket_view=bucket_view
     )
@@ -244,7 +244,7 @@ def test_ddp_may_not_write_a_gradient_after_it_was_taken_in(bucket_view, monkeyp
 
 def test_threads_of_two_devices_take_turns(monkeypatch):
     """A backward pass runs on a thread per device, and the window is one."""
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
+    monkeypatch.setattr(_collecting, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     inside, most = [], []
 
     def take(indices):

@@ -10,7 +10,7 @@ from support.window_cases import CASES, Case, assert_factors, expected, number, 
 
 import accumext
 from accumext.ops import reference
-from accumext.optimizer._factors import Normaliser, window_factors
+from accumext.optimizer._ledger import Ledger, Quotient, step_factors
 
 CPU = torch.device("cpu")
 
@@ -44,23 +44,23 @@ def test_the_operator_finds_the_norm(dtype, bad, kernel):
 
 def called(case, quotient):
     """The factors as the optimizer asks for them."""
-    return window_factors(
-        CPU,
-        [],
-        number(case.norm),
+    found_inf = 0.0 if case.found_inf is None else case.found_inf
+    return step_factors(
+        Ledger(found_inf=found_inf, counted=case.finite),
         quotient,
         case.max_norm,
+        device=CPU,
+        sums=[],
+        norm=number(case.norm),
+        overflow=number(case.overflow, torch.float32),
         normalised=case.normalised,
         checks_norm=case.checks_norm,
-        overflow=number(case.overflow, torch.float32),
-        found_inf=0.0 if case.found_inf is None else case.found_inf,
-        finite=case.finite,
     )
 
 
 def test_on_the_host_all_are_numbers():
     for case in CASES:
-        factors = called(case, Normaliser(case.unit, number(case.weight), case.scale))
+        factors = called(case, Quotient(case.unit, number(case.weight), case.scale))
         numbers, (_, *flags) = expected(case)
         assert factors.inverse is None
         assert not any(isinstance(value, torch.Tensor) for value in factors)
@@ -74,7 +74,7 @@ def test_on_the_host_all_are_numbers():
 def test_what_the_host_knows_stays_there(weight, scale, max_norm):
     case = Case(unit=0.1, weight=weight, scale=float(scale), max_norm=max_norm)
     with cpu_as_device():
-        factors = called(case, Normaliser(case.unit, number(weight), scale))
+        factors = called(case, Quotient(case.unit, number(weight), scale))
     known = max_norm is None and weight is None and not isinstance(scale, torch.Tensor)
     assert isinstance(factors.factor, float) == known
     assert isinstance(factors.clip_coef, float) == (max_norm is None)

@@ -9,7 +9,7 @@ from support import optimizer_oracle as oracle
 from support.optimizer_oracle import OP
 from support.tensors import dtype_id
 
-from accumext.optimizer import _backward
+from accumext.optimizer import _collecting
 
 BATCHES = oracle.make_batches(5)
 DROPPED = "the open window was dropped: it had been added to"
@@ -61,7 +61,7 @@ FAULTS = {  # passes, the one whose hook raises, and before which one the user's
 )
 def test_a_backward_pass_that_fails(dtype, policy, in_backward, held, fault, monkeypatch):
     """Drops what was added to, says so once, and leaves what is kept apart."""
-    monkeypatch.setattr(_backward, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
+    monkeypatch.setattr(_collecting, "BUNDLE_BYTES", oracle.ONE_BY_ONE)
     passes, failing, raises_after = FAULTS[fault]
     caught = fault.endswith("caught")
     model, batches = oracle.make_model(dtype), [batch.to(dtype) for batch in BATCHES]

@@ -13,9 +13,9 @@ from support.optimizer_oracle import OP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accumext.optimizer import _processes
+from accumext.distributed import _all_reduce
+from accumext.distributed._all_reduce import Bucket, no_sync, plan_buckets
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
-from accumext.optimizer._processes import Bucket, _plan, hold_back
 
 
 @pytest.mark.usefixtures("alone")
@@ -39,7 +39,7 @@ def test_every_replica_in_a_model_is_held_back_inside_alone(replicas, given):
     parts = [
         DistributedDataParallel(oracle.make_model(), process_group=own) for _ in range(replicas)
     ]
-    context, needed = hold_back("op", nn.Sequential(oracle.make_model(), *parts), other)
+    context, needed = no_sync("op", nn.Sequential(oracle.make_model(), *parts), other)
     assert needed is (other or (own if replicas else None))
     assert all(part.require_backward_grad_sync for part in parts)
     with context:
@@ -55,8 +55,8 @@ def test_replicas_of_several_groups_need_process_group():
     ]
     text = "op: model must have DistributedDataParallel parts of one process group, got several"
     with pytest.raises(ValueError, match=oracle.says(text)):
-        hold_back("op", nn.ModuleList(replicas), None)
-    _, needed = hold_back("op", nn.ModuleList(replicas), groups[1])
+        no_sync("op", nn.ModuleList(replicas), None)
+    _, needed = no_sync("op", nn.ModuleList(replicas), groups[1])
     assert needed is groups[1]
 
 
@@ -212,10 +212,10 @@ def sparse(*rows):
 
 
 def test_buckets_are_of_one_dtype_and_the_last_parameters_come_first(monkeypatch):
-    monkeypatch.setattr(_processes, "BUCKET_BYTES", 64)
+    monkeypatch.setattr(_all_reduce, "BUCKET_BYTES", 64)
     kinds = [(8, torch.float32), (8, torch.bfloat16), (4, torch.float64), (8, torch.float32)]
     parameters = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n, dtype in kinds]
-    planned = [bucket.indices for bucket in _plan(parameters, range(4))]
+    planned = [bucket.indices for bucket in plan_buckets(parameters, range(4))]
     assert planned == [[3, 1], [2], [0]]  # halves are summed in float32, so two make 64 bytes
 
 

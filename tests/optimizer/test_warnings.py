@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
 import accumext
-from accumext.optimizer import _window
+from accumext.optimizer import _engine
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 
@@ -633,8 +633,8 @@ def test_the_end_of_a_program_says_it_too():
 def test_an_optimizer_that_outlives_its_module_ends_in_silence(monkeypatch):
     """As one that a compiled function holds does at the end of a program."""
     _, opt = oracle.wrapped_zeros()
-    monkeypatch.setattr(_window, "sys", None)
-    opt._box.__del__()
+    monkeypatch.setattr(_engine, "sys", None)
+    opt._engine.__del__()
 
 
 # Warnings that are errors, and what watching costs
@@ -670,6 +670,6 @@ def test_nothing_is_watched_after_two_windows(loop, window):
     model = oracle.make_model()
     opt = oracle.wrapped(model, window=window)
     for batch in oracle.make_batches(2 * window):
-        assert opt._box.watch is not None
+        assert opt._engine.watch is not None
         oracle.run(opt, model, [batch], loop, None, oracle.growing_scaler())
-    assert opt._box.watch is None
+    assert opt._engine.watch is None

@@ -6,7 +6,7 @@ from support.optimizer_oracle import OPTIMIZERS, one_call, outer_scaler
 from torch import nn
 
 import accumext
-from accumext.demo.memory import peak_memory
+from accumext._peak_memory import peak_memory
 
 PARAMETERS, SIZE = 32, 2**12
 SET = 4 * SIZE * PARAMETERS  # bytes of one set of gradients

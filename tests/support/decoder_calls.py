@@ -96,8 +96,8 @@ def steps_call(
         torch.zeros(steps * batch, dtype=torch.int64),
     ]  # fmt: skip
     return Call("decode_steps", [
-        torch.randn(WORDS, WIDTH), cell, states, list(KINDS).index(kind), kept, 2.0,
-        masks[0], 2.0, masks[1], 2.0, inputs.clone(), teacher, torch.rand(shape) < 0.5,
+        torch.randn(WORDS, WIDTH), cell, states, list(KINDS).index(kind),
+        [masks[0], kept, masks[1]], [2.0] * 3, inputs.clone(), teacher, torch.rand(shape) < 0.5,
         torch.ones(shape, dtype=torch.bool) if ends else None, 3 if ends else -1, 0,
         _uniforms(*shape) if sampled else None, 0.7,
         torch.randn(WORDS, UNITS).div(9).to(dtype), torch.randn(WORDS) + bias,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
+from support.tensors import assert_equal as assert_equal
 
 # Both sides add the same float64 terms in another order, and divide at another place.
 EXACT = 1e-12
@@ -309,12 +310,6 @@ def train_by_hand(
             by_hand.add(loss_of(model, batch), weight)
         by_hand.step()
     return [p.detach() for p in by_hand.stepped_on]
-
-
-def assert_equal(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Bit for bit."""
-    for a, e in zip(actual, expected, strict=True):
-        assert torch.equal(a, e), f"differ by up to {(a - e).abs().max()}"
 
 
 def assert_close(

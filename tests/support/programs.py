@@ -34,12 +34,12 @@ def sanitizer_runtime(name: str) -> Path | None:
     return path.resolve() if path.is_absolute() and path.exists() else None
 
 
-def run_script(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """A script of the checkout, which imports accumext from there."""
+def run_script(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A script of the checkout, or what else Python runs; it imports accumext from there."""
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
-        [sys.executable, script, *arguments],
-        cwd=ROOT,
+        [sys.executable, *map(str, arguments)],
+        cwd=cwd,
         env=os.environ | {"PYTHONPATH": search} | NO_WARNINGS,
         capture_output=True,
         text=True,

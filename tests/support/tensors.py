@@ -1,7 +1,7 @@
 """Tensors of a test: their dtypes, where they lie, and when they are equal."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,12 @@ def shifted(tensor: Tensor, shift: int) -> Tensor:
     """The values of a vector in a slice of NaN, `shift` elements past an aligned address."""
     base = tensor.new_full((tensor.numel() + shift + 16,), math.nan)
     return base[shift : shift + tensor.numel()].copy_(tensor)
+
+
+def assert_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Equally many, and of the same values; no NaN is equal to another."""
+    for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(got, want), f"tensor {i} is {got}, not {want}"
 
 
 def assert_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:

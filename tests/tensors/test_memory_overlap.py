@@ -1,7 +1,9 @@
 """Arguments that share memory: right sums or an error, never threads that race."""
 
 import itertools
+import math
 import random
+from operator import le
 
 import pytest
 import torch
@@ -96,9 +98,13 @@ APART = {
     "every other": lambda b: [b[::2], b[1::2]],
     "columns": lambda b: b[:96].view(8, 12).split(3, dim=1),
     "blocks": lambda b: [v for c in b[:96].view(4, 2, 12).split(5, 2) for v in c.split(1, 1)],
-    "between": lambda b: [torch.as_strided(b, (4, 3), (20, 3)), b[1:3], b[7:20], b[27:40]],
+    "between": lambda b: [torch.as_strided(b, (4, 3), (21, 3)), b[1:3], b[7:21], b[28:42]],
     "diagonal": lambda b: [b[:100].view(10, 10).diagonal(), *b[1:].view(9, 11)[:, :10].unbind()],
-    "strides (3, 2)": lambda b: [torch.as_strided(b, (2, 3), (3, 2)), b[1:2], b[6:7], b[8:]],
+    "even and odd": lambda b: [b.view(10, 10)[:, ::2], b.view(10, 10).t()[1::2]],
+    "middle": lambda b: [b[:96].view(4, 4, 6)[:, :2, 2:], b[:96].view(4, 4, 6)[::3, 2:, :4]],
+    "parts": lambda b: torch.view_as_real(torch.view_as_complex(b.view(50, 2))).unbind(1),
+    "channels last": lambda b: b[:96].view(2, 4, 3, 4).permute(0, 3, 1, 2).chunk(2, dim=1),
+    "size 1": lambda b: [b[:90].view(9, 10)[:, :1].as_strided((9, 1, 1), (10, 0, 3)), b[1:9]],
     "empty": lambda b: [b[:5], b[2:2], b[5:]],
     "dtypes": lambda b: [b[:10], b.view(torch.half)[20:30], b[15:]],
 }
@@ -157,36 +163,80 @@ def bytes_of(tensor):
 
 
 def any_view(draw, buffer):
+    """As odd as `as_strided` allows."""
     dtype = draw.choice([torch.float16, torch.float32, torch.float64])
     shape = [draw.randint(1, 4) for _ in range(draw.randint(0, 4))]
     strides = [draw.randint(1, 13) if draw.random() < 0.95 else 0 for _ in shape]
     return torch.as_strided(buffer.view(dtype), shape, strides, draw.randint(0, 40))
 
 
-def test_answers_are_exact():
-    """Of strides as odd as can be, by what the operators refuse and what _overlap says."""
+def any_slice(draw, buffer, shape):
+    """What slices and a transposition make of a contiguous tensor."""
+    view = buffer.view(torch.float32)[: math.prod(shape)].view(shape)
+    for dim, size in enumerate(shape):
+        ends = sorted(draw.sample(range(size + 1), 2))
+        view = view[(slice(None),) * dim + (slice(*ends, draw.choice([1, 1, 2])),)]
+    return view.transpose(0, draw.randrange(len(shape)))
+
+
+def overlap(a, b):
+    """Which of two tensors share elements, by a look at each byte: itself, itself, each other."""
+    in_themselves = [len(set(addresses(tensor))) < tensor.numel() for tensor in (a, b)]
+    return (*in_themselves, bool(bytes_of(a) & bytes_of(b)))
+
+
+def refused(a, b):
+    """Tell whether the operators refuse two tensors; all that answers is of one mind."""
+    answers = (
+        memory_overlap.overlaps_itself(a),
+        memory_overlap.overlaps_itself(b),
+        memory_overlap.share_memory(a, b),
+    )
+    assert answers[2] == memory_overlap.share_memory(b, a)
+    assert memory_overlap.any_shared([a, b]) == any(answers)
+    try:
+        accumext.accumulate_([a, b], [torch.zeros_like(a), torch.zeros_like(b)])
+    except ValueError:
+        assert any(answers)
+    else:
+        assert not any(answers)
+    return answers
+
+
+def test_no_strides_hide_shared_elements():
     draw, buffer = random.Random(0), torch.zeros(512, dtype=torch.float64)
     seen = set()
     for _ in range(600):
         a, b = any_view(draw, buffer), any_view(draw, buffer)
-        a_in_itself = len(set(addresses(a))) < a.numel()
-        b_in_itself = len(set(addresses(b))) < b.numel()
-        shared = bool(bytes_of(a) & bytes_of(b))
-        assert memory_overlap.overlaps_itself(a) == a_in_itself
-        assert memory_overlap.share_memory(a, b) == shared
-        assert memory_overlap.any_shared([a, b]) == (a_in_itself or b_in_itself or shared)
-        refused = False
-        try:
-            accumext.accumulate_([a, b], [torch.zeros_like(a), torch.zeros_like(b)])
-        except ValueError:
-            refused = True
-        assert refused == (a_in_itself or b_in_itself or shared)
-        seen.add((a_in_itself, b_in_itself, shared))
+        truth = overlap(a, b)
+        assert all(map(le, truth, refused(a, b)))
+        seen.add(truth)
     assert len(seen) == 8
 
 
-def test_a_search_that_is_given_up_says_yes(monkeypatch):
-    view = torch.as_strided(torch.zeros(10), (2, 2, 2), (2, 3, 4))
-    assert not memory_overlap.overlaps_itself(view)
-    monkeypatch.setattr(memory_overlap, "_MOST_TRIES", 0)
-    assert memory_overlap.overlaps_itself(view)
+def test_answers_are_exact_for_slices():
+    draw, buffer = random.Random(0), torch.zeros(512, dtype=torch.float64)
+    seen = set()
+    for _ in range(600):
+        shape = [draw.choice([2, 4, 6]) for _ in range(draw.randint(1, 3))]
+        a, b = any_slice(draw, buffer, shape), any_slice(draw, buffer, shape)
+        truth = overlap(a, b)
+        assert refused(a, b) == truth
+        seen.add(truth)
+    assert len(seen) == 2
+
+
+# What is refused needlessly: these views share no element.
+HARMLESS = {
+    "interlocked": lambda b: [torch.as_strided(b, (2, 3), (3, 2))],
+    "every other of nine columns": lambda b: [b.view(9, 9)[:, ::2], b.view(9, 9)[:, 1::2]],
+}
+
+
+@pytest.mark.parametrize("views", HARMLESS.values(), ids=HARMLESS)
+def test_what_is_refused_and_need_not_be(views):
+    mains = views(torch.zeros(81))
+    with pytest.raises(ValueError, match="memory"):
+        accumext.accumulate_(mains, [torch.ones_like(main) for main in mains])
+    grads = [torch.ones_like(main) for main in mains]
+    accumext.accumulate_([main.clone() for main in mains], grads)  # as the error advises

@@ -67,22 +67,6 @@ def test_nodes_and_leaves_since():
     assert private.leaves_since(first, [before, late]) == []
 
 
-def test_unchanged():
-    module = nn.Sequential(nn.BatchNorm1d(3))
-    module.calls, module.seen = 0, [1]
-    norm, before = module[0], module[0].running_mean
-    with private.unchanged([module]):
-        module.calls, module.new = 1, 2
-        module.seen.append(2)
-        norm.running_mean = norm.running_mean + 1
-        norm.weight = parameter()
-        del norm.bias
-    assert (module.calls, module.seen, hasattr(module, "new")) == (0, [1], False)
-    assert norm.running_mean is before
-    assert len(list(module.parameters())) == 2
-    assert norm.weight.sum() == 3
-
-
 def test_fake_tensors():
     weight, counter = parameter(), torch.zeros((), dtype=torch.int64)
     generator = torch.get_rng_state()
@@ -162,7 +146,7 @@ def test_kernels_can_be_called_by_their_key():
     over = torch.library.Library("accumext_test_keys", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
-        over.impl("which", lambda x, *, more=0: 3 + more, "CPU")
+        over.impl("which", lambda x, *, more=0: 3 + more, "CPU", allow_override=True)
     x = torch.zeros(1)
     assert (op(x), compiled(x, more=10), private.call_default_kernel(op, x, more=10)) == (3, 12, 11)
     private.remove_kernels(over)
@@ -210,7 +194,8 @@ def test_sharding(sharded):
     assert private.sharding_phase(state) == private.FORWARD_PHASE
     assert not hasattr(sharded.weight, "device_mesh")
     private.set_sharding_phase(state, private.REPLAY_PHASE)
-    loss = sharded(torch.ones(1, 3)).sum() + behind
+    casts = hasattr(state, "_cast_forward_inputs")  # not in torch 2.10, where a forward runs again
+    loss = sharded(torch.ones(1, 3, dtype=None if casts else torch.bfloat16)).sum() + behind
     private.set_sharding_phase(state, private.FORWARD_PHASE)
     private.end_sharded_forward(state, sharded, [loss])
     sharded.reshard()

@@ -36,14 +36,17 @@ TORCH = {"F.linear_cross_entropy", "F.linear_cross_entropy, chunk by hand"}
 def test_every_way_computes_what_it_says(tmp_path):
     """On the tokens that it was fed, greedy ones; but for the way that truncates"""
     result, _ = run_bench("decoder", tmp_path, "--device=cpu", "--quick", "--shape=9,4,211,16")
-    (case,) = result["cases"]
+    rows = {row["contender"]: row for row in result["rows"]}
     torch_has = TORCH if hasattr(F, "linear_cross_entropy") else set()
     ways = {PLAIN, PER_TOKEN, "checkpointed head", OURS, OURS_BF16, PRODUCTS} | torch_has
-    assert set(case["contenders"]) == ways
-    assert (case["left_out"], case["baseline"], result["figures"]) == ({}, PLAIN, [])
+    assert set(rows) == ways
+    assert result["figures"] == []
+    assert rows[PLAIN]["times_faster"] == rows[OURS]["accumext_times_faster"] == [1.0] * 3
     peaks = {}
-    for name, row in case["contenders"].items():
-        assert len([taken for taken in row["seconds"] if taken is not None]) >= 3
+    for name, row in rows.items():
+        assert "left_out" not in row
+        assert row["runs"] >= 3
+        assert 0 < row["seconds"][0] <= row["seconds"][1] <= row["seconds"][2]
         if name == PRODUCTS:
             assert "gradient_distance" not in row
             continue
@@ -68,11 +71,11 @@ def test_a_chosen_shape_in_bfloat16_is_drawn(tmp_path):
     result, _ = run_bench(
         "decoder", tmp_path, "--device=cpu", "--shape=9,4,211,16", *options, f"--plot={drawing}"
     )
-    (case,) = result["cases"]
-    assert case["case"] == "lstm, bfloat16, T=9 B=4 V=211 H=16"
-    assert list(case["contenders"]) == [PLAIN, OURS, PRODUCTS]
+    assert {row["case"] for row in result["rows"]} == {"lstm, bfloat16, T=9 B=4 V=211 H=16"}
+    rows = {row["contender"]: row for row in result["rows"]}
+    assert list(rows) == [PLAIN, OURS, PRODUCTS]
     for name in (PLAIN, OURS):
-        assert EXACT < case["contenders"][name]["gradient_distance"] < ROUNDED
+        assert EXACT < rows[name]["gradient_distance"] < ROUNDED
     assert result["machine"]["threads"] == 1
     assert drawing.read_bytes().startswith(b"\x89PNG")
 
@@ -91,7 +94,8 @@ def test_figures_follow_from_the_samples():
             name: decoding.Checked(peak, 1.0, 1.0, synchronisations=3)
             for name, peak in ((PLAIN, 900), (OURS, ours))
         }
-        return decoding.Result(case, checked, seconds, {}, {n: [None] * 4 for n in seconds})
+        left_out = {"d": "does not fit"}
+        return decoding.Result(case, checked, seconds, left_out, {n: [None] * 4 for n in seconds})
 
     short, long = result("small", 2, 300), result("long", 6, 812)
     assert short.ratio(OURS, PLAIN) == pytest.approx((3.25, 3.5, 3.75))  # 3 and 4
@@ -107,10 +111,12 @@ def test_figures_follow_from_the_samples():
         assert row["measured"] == measured
         assert row.items() >= more.items()
         assert figure._replace(role="other").rows([short, long]) == []
-    row = report.as_json(short)["contenders"][OURS]
-    assert row["spread"] == {"q1": 1.0, "median": 1.0, "q3": 1.5}
-    assert row["tokens_per_second"] == 4.0
-    assert row["times_faster"] == {"q1": 3.25, "median": 3.5, "q3": 3.75}
+    rows = {row["contender"]: row for row in report.contender_rows(short)}
+    assert list(rows) == [PLAIN, OURS, "c", "d"]
+    assert (rows[OURS]["runs"], rows[OURS]["seconds"]) == (3, [1.0, 1.0, 1.5])
+    assert rows[OURS]["times_faster"] == rows[PLAIN]["accumext_times_faster"] == [3.25, 3.5, 3.75]
+    assert not {"times_faster", "host_seconds", "left_out"} & rows["c"].keys()
+    assert (rows["d"]["steps"], rows["d"]["left_out"]) == (2, "does not fit")
     assert "3.50 [3.25, 3.75]" in report.table(short)
 
 

@@ -55,6 +55,11 @@ def test_figures_follow_from_the_samples():
     assert weight.grad.tolist() == [3, 3]
     assert result.seconds == {"the loop": [2.0] * 3, "accumext": [0.5] * 3}
     result.seconds["accumext"][:] = [0.5, 1.0, 0.25]
-    (row,) = loops.rows_of(result)
+    usual, ours = loops.contender_rows(result)
+    assert usual["times_faster"] == usual["time_over_first"] == [1.0] * 3
+    assert (ours["runs"], ours["seconds"]) == (3, [0.375, 0.5, 0.75])
+    assert (ours["times_faster"], ours["time_over_first"]) == ([3, 4, 6], [0.1875, 0.25, 0.375])
+    assert ours["peak_bytes"] == result.peak_bytes["accumext"] > 0
+    (row,) = loops.figures_of(result)
     assert (row["figure"], row["target"], row["measured"]) == ("job: accumext over the loop", 3, 4)
     assert "4.00 [3.00, 6.00]" in loops.table(result)

@@ -67,12 +67,12 @@ def test_peaks_and_pictures(tmp_path):
         "memory", tmp_path, "--device=cpu", "--quick", f"--plot={tmp_path / 'memory'}"
     )
     shape = "steps", "batch", "vocabulary", "size"
-    expected = [(steps, BATCH, VOCABULARY, SIZE) for steps in STEPS]
-    assert [tuple(case[key] for key in shape) for case in result["cases"]] == expected
+    expected = [(steps, BATCH, VOCABULARY, SIZE) for steps in STEPS for _ in LABELS]
+    assert [tuple(row[key] for key in shape) for row in result["rows"]] == expected
     peaks: dict[str, list[int]] = {}
-    for case, steps in zip(result["cases"], STEPS):
-        assert case["left_out"] == {}
-        found = {name: row["peak_bytes"] for name, row in case["contenders"].items()}
+    for steps in STEPS:
+        rows = [row for row in result["rows"] if row["steps"] == steps]
+        found = {row["contender"]: row["peak_bytes"] for row in rows}
         assert list(found) == list(LABELS)
         (line,) = [line for line in printed.splitlines() if line.startswith(f"T={steps} ")]
         assert line.split()[4:] == [f"{peak / 2**20:.2f}" for peak in found.values()]

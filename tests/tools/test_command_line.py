@@ -42,6 +42,14 @@ def test_without_a_command_it_prints_the_help(capsys):
     assert all(word in out for word in ("usage: python -m accumext", "doctor", "demo", "--version"))
 
 
+@pytest.mark.parametrize("command", ["doctor", "demo", "audit"])
+def test_the_help_of_a_command_names_its_options(command, capsys):
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main([command, "--help"])
+    assert f"usage: python -m accumext {command} " in (out := capsys.readouterr().out)
+    assert "--json" in out
+
+
 def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["demonstrate"])
@@ -66,9 +74,10 @@ def test_an_interrupt_of_a_command_that_does_not_catch_it():
     code = """
         import signal, sys
         import accumext.__main__ as command_line
+        from accumext.backends import _doctor
         def interrupted(args):
             signal.raise_signal(signal.SIGINT)
-        command_line._doctor.main = interrupted
+        _doctor.main = interrupted
         sys.argv = ["accumext", "doctor"]
         sys.exit(command_line.run_as_program())
     """

@@ -12,20 +12,22 @@ import torch
 import torch.nn.functional as F
 
 import accumext
-from accumext import demo
-from accumext.demo import cli, compare, report, train
-from accumext.demo.memory import peak_memory
-from accumext.demo.report import Record, Settings
-from accumext.demo.text import OPENING, Refused, Text, load_text
-from accumext.demo.train import Reciter
+from accumext.__main__ import module_of
+from accumext._peak_memory import peak_memory
+
+demo = module_of("demo")
+from accumext.demo import reciter, report, ways  # noqa: E402
+from accumext.demo.reciter import Reciter  # noqa: E402
+from accumext.demo.report import Record  # noqa: E402
+from accumext.demo.text import OPENING, Refused, Text, load_text  # noqa: E402
 
 SMALL = {"batch": 4, "length": 12, "hidden": 16, "vocab": 300}
 GRADIENT_TOLERANCE = 1e-5  # what the demo claims of float32 against float64
 
 
 def new_run(**changes: object) -> tuple[Reciter, Record]:
-    options = {"steps": 2, "seed": 0, "device": "cpu", "feedback": "scheduled", **SMALL, **changes}
-    chosen = Settings(**options)
+    options = {"steps": 2, "seed": 0, "device": "cpu", "feedback": "scheduled", "plot": None}
+    chosen = argparse.Namespace(**options | SMALL | changes)
     torch.manual_seed(chosen.seed)
     return Reciter(chosen.vocab, chosen.hidden), Record(chosen, {})
 
@@ -115,7 +117,7 @@ def test_standard_library_of_this_python_is_enough():
 
 def trained(text: Text, **changes: object) -> tuple[Reciter, Record]:
     model, record = new_run(**changes)
-    train.train(model, text, record.settings, record)
+    reciter.train(model, text, record.settings, record)
     return model, record
 
 
@@ -182,14 +184,14 @@ def compared(text: Text, **changes: object) -> Record:
     # an untrained model would always feed the same word
     torch.nn.init.normal_(model.head.bias)
     torch.nn.init.normal_(model.embedding.weight)
-    compare.compare(model, text.docstrings[:, :4], record.settings, record, curve=True)
+    ways.compare(model, text.docstrings[:, :4], record.settings, record)
     assert all(parameter.grad is None for parameter in model.parameters())
     return record
 
 
 def test_rows_of_the_comparison_differ_only_where_they_should(library):
     """And memory grows with the steps, that of plain PyTorch in proportion to their logits"""
-    record = compared(load_text(20_000, 12, 8, root=library), vocab=20_000)
+    record = compared(load_text(20_000, 12, 8, root=library), vocab=20_000, plot="demo.png")
     ours, plain, per_token = record.comparison
     assert ours.loss == pytest.approx(plain.loss, rel=1e-6)
     assert per_token.loss == pytest.approx(plain.loss, rel=1e-6)
@@ -199,7 +201,7 @@ def test_rows_of_the_comparison_differ_only_where_they_should(library):
     assert all(row.seconds > 0 for row in record.comparison)
     assert record.repetitions == 3
     for row in record.comparison:
-        steps, peaks = zip(*((p.steps, p.peak_memory) for p in record.memory if p.name == row.name))
+        steps, peaks = zip(*row.memory.items())
         assert steps == (1, 3, 6, 9, 12)
         assert peaks[-1] == row.peak_memory
         assert all(after >= 0.98 * before for before, after in pairwise(peaks))
@@ -233,7 +235,7 @@ def test_tiny_run_from_end_to_end(tmp_path, capfd, monkeypatch):
     record = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     assert len(record["training"]) == 2
     assert f"step   2: loss {record['training'][1]['loss']:6.3f}, " in out
-    assert [row["name"] for row in record["comparison"]] == list(compare.WAYS)
+    assert [row["name"] for row in record["comparison"]] == list(ways.WAYS)
     for row in record["comparison"]:
         for number in (f"{row['loss']:.5f}", f"{row['gradient_distance']:.1e}"):
             assert number in out
@@ -245,10 +247,9 @@ def test_tiny_run_from_end_to_end(tmp_path, capfd, monkeypatch):
     right, memory = drawn[0].axes
     for line, name in zip(right.lines, ("right", "right_unseen"), strict=True):
         assert list(line.get_ydata()) == [step[name] for step in record["training"]]
-    for line, name in zip(memory.lines, compare.WAYS, strict=True):
-        points = [point for point in record["memory"] if point["name"] == name]
-        assert list(line.get_xdata()) == [point["steps"] for point in points]
-        assert list(line.get_ydata()) == [point["peak_memory"] / 1e6 for point in points]
+    for line, row in zip(memory.lines, record["comparison"], strict=True):
+        assert [str(steps) for steps in line.get_xdata()] == list(row["memory"])
+        assert list(line.get_ydata()) == [peak / 1e6 for peak in row["memory"].values()]
     assert memory.get_ylim()[0] == 0  # so that lengths on the axis compare
 
 
@@ -263,7 +264,7 @@ def test_interrupt_keeps_what_was_done(tmp_path, capsys, monkeypatch):
             raise KeyboardInterrupt
         return peak_memory(*arguments)
 
-    monkeypatch.setattr(compare, "peak_memory", interrupted)
+    monkeypatch.setattr(ways, "peak_memory", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_demo(f"--json={tmp_path / 'demo.json'}")
     record = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
@@ -298,7 +299,7 @@ def test_what_cannot_be_done_is_said_before_the_run(option, tmp_path, capsys, mo
     monkeypatch.chdir(tmp_path)
     Path("there").write_text("what was there")
     if not option.startswith("--vocab"):
-        monkeypatch.setattr(cli, "load_text", None)  # calling it would be an error
+        monkeypatch.setattr(demo, "load_text", None)  # calling it would be an error
     assert run_demo("--json=there", option) == 2
     assert capsys.readouterr().err.startswith(f"demo: {REFUSED[option]}")
     assert Path("there").read_text() == "what was there"

@@ -4,74 +4,32 @@ import ast
 import gc
 import importlib
 import inspect
+import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support import ROOT
 
 import accumext
 
-PACKAGE = Path(accumext.__file__).parent
-SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if "_csrc" not in path.parts)
-TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
-
-
-def dotted(path: Path) -> str:
-    """`accumext.decoder._cells` of its path; a package of its `__init__`."""
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {dotted(path): path for path in SOURCES}
-COMMANDS = ("accumext.__main__", "accumext.backends._doctor")  # above accumext itself
-PACKAGES = sorted({path.parent.name for path in SOURCES if path.parent != PACKAGE} - {"backends"})
-
-
-def imported(path: Path, checking: bool) -> set[str]:
-    """Modules of ours that a file imports; with `checking` also those for type checkers alone."""
-    names, ignored = set(), set()
-    for node in ast.walk(TREES[path]):  # a block before what is in it
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not checking:
-            ignored |= set(ast.walk(node))
-        if node in ignored:
-            continue
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names} & MODULES.keys()
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("accumext"):
-            below = {f"{node.module}.{alias.name}" for alias in node.names}
-            names |= below & MODULES.keys()
-            names |= {node.module} if below - MODULES.keys() else set()
-    return names - {dotted(path)}
-
-
-def layers(graph: dict[str, set[str]]) -> int:
-    """Modules on the longest way through a graph of imports; an error where it is a circle."""
-    depth: dict[str, int] = {}
-
-    def visit(name, way):
-        assert name not in way, f"a circle: {' -> '.join((*way, name))}"
-        if name not in depth:
-            depth[name] = 1 + max((visit(n, (*way, name)) for n in graph[name]), default=0)
-        return depth[name]
-
-    return max(visit(name, ()) for name in graph)
-
-
-def place(module: str) -> str:
-    """The module or package on top that it is, or is in."""
-    return ".".join(module.split(".")[:2])
+sys.path.insert(0, str(ROOT / "bench"))
+import house
+from house import MODULES, SOURCES, TREES, dotted, imported, place
 
 
 def test_no_circle_on_top():
     """`accumext` itself is a place: who imports a public name from it is above all the others."""
-    graph = {place(name): set() for name in MODULES if name not in COMMANDS}
-    for path in SOURCES:
-        own = place(dotted(path))
-        if own in graph and dotted(path) not in COMMANDS:
-            graph[own] |= {place(n) for n in imported(path, False)} & graph.keys() - {own}
-    assert layers(graph) <= 11
+    graph = house.on_top()
+    assert {"accumext", "accumext.__main__", *house.PACKAGES} <= graph.keys()
+    assert house.floors(graph) <= 8
+
+
+def test_a_circle_is_found():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}
+    with pytest.raises(ValueError, match=r"^a circle: a -> b -> d -> b$"):
+        house.floors(graph)
+    assert house.floors(graph | {"d": {"c"}}) == 4
 
 
 def test_no_module_has_the_name_of_a_public_function():
@@ -91,17 +49,19 @@ def test_the_auditor_stands_outside():
             }, path
         elif path.name != "__main__.py":
             assert "accumext.auditing" not in {place(name) for name in inside}, path
-    program = "import accumext, sys; sys.exit('accumext.auditing' in sys.modules)"
+
+
+def test_what_commands_need_is_not_imported_with_the_package():
+    """The auditor, the demo and the doctor, which alone needs the self-test."""
+    needed = ("accumext.auditing", "accumext.demo", "accumext.backends._doctor")
+    program = f"import accumext, sys; sys.exit(any(m in sys.modules for m in {needed}))"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-@pytest.mark.parametrize(
-    ("package", "checking"), [("backends", False), *((p, True) for p in PACKAGES)]
-)
+@pytest.mark.parametrize("checking", [False, True])
+@pytest.mark.parametrize("package", house.PACKAGES)
 def test_no_circle_in_a_package_also_for_type_checkers(package, checking):
-    prefix = f"accumext.{package}."
-    inside = {name: path for name, path in MODULES.items() if name.startswith(prefix)}
-    layers({name: imported(path, checking) & inside.keys() for name, path in inside.items()})
+    house.floors(house.inside(package, checking))
 
 
 def test_a_package_is_imported_by_its_face():
@@ -115,22 +75,10 @@ def test_a_package_is_imported_by_its_face():
             assert not private or place(module) in faces, (own, module)
 
 
-def lines_of(node: ast.AST) -> int:
-    """Without those of docstrings."""
-    inside = [n for n in ast.walk(node) if isinstance(n, (ast.FunctionDef, ast.ClassDef))]
-    texts = [n.body[0] for n in inside if ast.get_docstring(n)]
-    first, *others = [n.end_lineno - n.lineno + 1 for n in (node, *texts)]
-    return first - sum(others)
-
-
 def test_functions_and_classes_are_short():
-    for kind, most, known in (
-        # long signatures
-        (ast.FunctionDef, 60, {"decode_loss", "decode_memory", "generate", "tbptt"}),
-        (ast.ClassDef, 300, {"AccumulatingOptimizer"}),
-    ):
-        nodes = [n for p in SOURCES if p.parent.name in PACKAGES for n in ast.walk(TREES[p])]
-        assert {n.name for n in nodes if isinstance(n, kind) and lines_of(n) > most} <= known
+    signatures = {"decode_loss", "generate", "tbptt"}  # long ones
+    for kind, known in ((ast.FunctionDef, signatures), (ast.ClassDef, set())):
+        assert {name.rsplit(".", 1)[1] for name in house.long_ones(kind)} <= known
 
 
 def test_no_concrete_class_of_ours_inherits_a_concrete_class_of_ours():
@@ -144,11 +92,51 @@ def test_no_concrete_class_of_ours_inherits_a_concrete_class_of_ours():
                 assert all(inspect.isabstract(base) for base in ours), (cls, ours)
 
 
+FRAMEWORKS = {
+    *("accelerate", "lightning", "ignite", "transformers", "opacus", "peft", "deepspeed", "trl"),
+    *("fairscale", "megatron", "composer", "fastai", "timm", "skorch", "keras", "horovod", "apex"),
+}
+
+
+def words_of(tree):
+    """The words of names, attributes, imports and strings, but for docstrings and our modules."""
+    docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node not in docstrings:
+            texts = [str(node.value)]
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [getattr(node, "module", None) or "", *(a.name for a in node.names)]
+            ours = modules[0].startswith("accumext") or modules[1] in MODULES
+            texts = [] if ours else modules
+        else:
+            texts = [getattr(node, key, None) for key in ("id", "attr", "name", "arg")]
+        for text in texts:
+            yield from re.findall("[a-z]+", str(text).lower())
+
+
 def test_the_core_names_no_framework():
-    frameworks = {"accelerate", "lightning", "pytorch_lightning", "ignite", "transformers"}
+    """But in a file that is named after it. The auditor stands outside: its advice is to users of
+    trainers."""
     for path, tree in TREES.items():
-        used = {node.id.lower() for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        assert not used & frameworks, path
+        if path.parent.name != "auditing":
+            named = FRAMEWORKS & set(words_of(tree)) - {path.stem.strip("_")}
+            assert not named, (path, named)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "import lightning.pytorch as pl",
+        "from accelerate import Accelerator",
+        "model.accelerate.step()",
+        "'transformers' in sys.modules",
+        "f'{name} of lightning'",
+        "def of_ignite(): ...",
+    ],
+)
+def test_a_framework_in_the_core_is_found(fault):
+    assert set(words_of(ast.parse(fault))) & FRAMEWORKS
+    assert not set(words_of(ast.parse(f'"""{fault}"""'))) & FRAMEWORKS
 
 
 @pytest.mark.skipif(accumext.backend() == "reference", reason="operators are Python there")

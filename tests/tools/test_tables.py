@@ -1,5 +1,6 @@
 """The measured tables of the pages are those of the results in bench/results."""
 
+import json
 import runpy
 import sys
 
@@ -7,6 +8,7 @@ import pytest
 from support import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
+import _results
 import tables
 
 
@@ -40,3 +42,20 @@ def test_a_page_that_says_something_else_is_found_and_written_anew(tmp_path, mon
 def test_a_place_without_a_table_or_an_end_is_refused(text, said):
     with pytest.raises(ValueError, match=said):
         tables.written(text)
+
+
+def test_a_result_has_a_row_on_each_line():
+    rows = [{"job": f"job {n}", "seconds": [0.25 * n] * 3} for n in range(9)]
+    content = {
+        "machine": {"cpu": "x"},
+        "rows": rows,
+        "failed": {},
+        "empty": [],
+        "words": ["y" * 99] * 20,
+    }
+    text = _results.as_text(content)
+    assert json.loads(text) == content
+    lines = [line.strip().rstrip(",]}") for line in text.splitlines()]
+    assert all(json.dumps(row).rstrip("]}") in lines for row in rows)
+    assert '"machine": {"cpu": "x"' in lines
+    assert max(map(len, lines)) < 200

@@ -23,6 +23,10 @@ out = accumext.decode_loss(e, c, h, targets, feedback="greedy", draw="max")  # "
 out = accumext.decode_loss(e, c, h, targets, feedback="greedy", reduction="avg")  # "reduction"
 out = accumext.decode_loss(e, c, h, targets, feedback="greedy", truncation="no")  # "truncation"
 loss: torch.Tensor = out.loss
+peak: int = accumext.decode_memory(e, c, h, targets=(5, 2), feedback="greedy", k2=3)
+accumext.decode_memory(e, c, h, (5, 2), feedback="gready")  # "feedback"
+accumext.decode_memory(e, c, h, (5, 2), feedback="greedy", draws="sample")  # "draws"
+accumext.decode_memory(e, c, h, (5, 2))  # "feedback"
 accumext.generate(e, c, h, max_length=3, search="beams")  # "search"
 accumext.chunked_loss(lambda x: x.sum(), torch.ones(4), reduction="none")  # "reduction"
 adam = torch.optim.Adam(h.parameters())

@@ -43,21 +43,21 @@ class Decoding {
       states_.push_back(elements<T>(state));
     }
     std::fill_n(x_.get(), looked_up_.width * width_, T(0));
-    if (call.dropout_mask) {
+    if (call.between.mask) {
       const auto masks = static_cast<int64_t>(layers_.size()) - 1;
-      require(call.dropout_mask->numel() == steps_ * masks * batch_ * layers_[0].units());
-      dropout_mask_ = booleans(*call.dropout_mask);
+      require(call.between.mask->numel() == steps_ * masks * batch_ * layers_[0].units());
+      dropout_mask_ = booleans(*call.between.mask);
     }
-    if (call.output_mask) {
-      require(call.output_mask->numel() == steps_ * batch_ * layers_[0].units());
-      output_mask_ = booleans(*call.output_mask);
+    if (call.of_outputs.mask) {
+      require(call.of_outputs.mask->numel() == steps_ * batch_ * layers_[0].units());
+      output_mask_ = booleans(*call.of_outputs.mask);
     }
     if (call.pre) {
       require(gate_count(call.kind) > 1);
       const auto states = static_cast<int64_t>(layers_.size()) * steps_ * batch_;
       require(call.pre->numel() == states * kPreActivations * layers_[0].units());
     }
-    if (call.dropout_mask || call.output_mask) {
+    if (call.between.mask || call.of_outputs.mask) {
       dropped_.emplace(layers_[0].units() * width_);
       std::fill_n(dropped_->get(), layers_[0].units() * width_, T(0));
     }
@@ -154,14 +154,14 @@ class Decoding {
     if (dropout_mask_ == nullptr) return below;
     const auto masks = static_cast<int64_t>(layers_.size()) - 1;
     const int64_t at = step * masks + static_cast<int64_t>(layer) - 1;
-    return dropped(below, dropout_mask_ + at * batch_ * layers_[0].units(), call_.dropout_scale);
+    return dropped(below, dropout_mask_ + at * batch_ * layers_[0].units(), call_.between.scale);
   }
 
   // The input of the head: the state of the last layer, with units dropped.
   const T* output(int64_t step) {
     const T* h = layers_.back().h();
     if (output_mask_ == nullptr) return h;
-    return dropped(h, output_mask_ + step * batch_ * layers_[0].units(), call_.output_scale);
+    return dropped(h, output_mask_ + step * batch_ * layers_[0].units(), call_.of_outputs.scale);
   }
 
   // h [H, width] with the units kept that mask [B, H] names.

@@ -80,14 +80,14 @@ class KnownSteps {
     Tensor states = call_.states[(layer - 1) * parts_];
     states = torch::stable::narrow(states, 0, step + 1, count);
     Tensor x = torch::stable::view(states, {count * batch_, units_});
-    if (call_.dropout_mask) {
+    if (call_.between.mask) {
       x = torch::stable::clone(x);
       const int64_t masks = static_cast<int64_t>(call_.cell.size()) / 4 - 1;
       const int64_t size = batch_ * units_;
       for (int64_t i = 0; i < count; ++i) {
-        const bool* mask = booleans(*call_.dropout_mask) + ((step + i) * masks + layer - 1) * size;
+        const bool* mask = booleans(*call_.between.mask) + ((step + i) * masks + layer - 1) * size;
         T* of_step = elements<T>(x) + i * size;
-        const T scale = static_cast<T>(call_.dropout_scale);
+        const T scale = static_cast<T>(call_.between.scale);
         for (int64_t j = 0; j < size; ++j) of_step[j] = mask[j] ? of_step[j] * scale : T(0);
       }
     }

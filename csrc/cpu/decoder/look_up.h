@@ -12,14 +12,14 @@ class LookUp {
   explicit LookUp(const DecodeCall& call)
       : width(call.table.size(1)),
         tokens_(integers(call.inputs)),
-        mask_(call.input_mask ? booleans(*call.input_mask) : nullptr),
-        scale_(static_cast<T>(call.input_scale)),
+        mask_(call.of_inputs.mask ? booleans(*call.of_inputs.mask) : nullptr),
+        scale_(static_cast<T>(call.of_inputs.scale)),
         words_(call.table.size(0)),
         table_(static_cast<const char*>(call.table.const_data_ptr())),
         dtype_(float_dtype(call.table)),
         row_bytes_(call.table.stride(0) * size_of(dtype_)) {
     require(call.table.stride(1) == 1 || width <= 1);
-    require(mask_ == nullptr || call.input_mask->numel() == call.inputs.numel() * width);
+    require(mask_ == nullptr || call.of_inputs.mask->numel() == call.inputs.numel() * width);
   }
 
   // Row `row` of all steps' [T B, width], with units dropped.

@@ -47,15 +47,15 @@ class Decoding {
       require(layers_[l].inputs() == (l == 0 ? width_ : units_));
       require(w[0].scalar_type() == call.cell[0].scalar_type());
     }
-    if (call.dropout_mask) {
-      dropout_mask_ = views_.dense<const bool>(*call.dropout_mask, steps_ * masks_per_step());
+    if (call.between.mask) {
+      dropout_mask_ = views_.dense<const bool>(*call.between.mask, steps_ * masks_per_step());
     }
-    if (call.output_mask) {
-      output_mask_ = views_.dense<const bool>(*call.output_mask, steps_ * batch_ * units_);
+    if (call.of_outputs.mask) {
+      output_mask_ = views_.dense<const bool>(*call.of_outputs.mask, steps_ * batch_ * units_);
     }
-    if (call.input_mask) {
-      input_mask_ = views_.dense<const bool>(*call.input_mask, steps_ * batch_ * width_);
-      lookup_.scale = call.input_scale;
+    if (call.of_inputs.mask) {
+      input_mask_ = views_.dense<const bool>(*call.of_inputs.mask, steps_ * batch_ * width_);
+      lookup_.scale = call.of_inputs.scale;
     }
     lookup_.table = views_.operand(call.table, call.table.size(0), width_);
     require(lookup_.table.column_stride == 1 || width_ <= 1);
@@ -148,7 +148,7 @@ class Decoding {
           const int64_t masks = step * masks_per_step() + static_cast<int64_t>(l) * batch_ * units_;
           outputs.kept = dropout_mask_ + masks;
           outputs.kept_stride = masks_per_step();
-          outputs.scale = static_cast<T>(call_.dropout_scale);
+          outputs.scale = static_cast<T>(call_.between.scale);
         }
       }
       layers_[l].run(step, l == 0 ? buffers.x : buffers.between, buffers.from_x, outputs);
@@ -204,7 +204,7 @@ class Decoding {
         .table_rows = lookup_.words,
         .layer = {},
         .dropout_mask = dropout_mask_,
-        .dropout_scale = static_cast<float>(call_.dropout_scale),
+        .dropout_scale = static_cast<float>(call_.between.scale),
         .inputs_fed = inputs_,
         .teacher = tokens<const int64_t>(call_.teacher),
         .teacher_mask = tokens<const bool>(call_.teacher_mask),
@@ -261,7 +261,7 @@ class Decoding {
       if (output_mask_ != nullptr) {
         outputs.kept = output_mask_ + step * batch_ * units_;
         outputs.kept_stride = batch_ * units_;
-        outputs.scale = static_cast<T>(call_.output_scale);
+        outputs.scale = static_cast<T>(call_.of_outputs.scale);
       }
       advance(step, one, outputs);
       head.evaluate(hidden, rows_of(rows, step), feed_back(step));

@@ -14,8 +14,11 @@ import torch
 
 import accumext
 
-OPS = Path(__file__).parents[2] / "ops"
-NAMES = ("tensor_kinds", "memory_overlap", "checks", "accumulate", "norm", "scale")
+TESTS = Path(__file__).parents[2]
+FILES = [
+    *(TESTS / "tensors" / f"test_{name}.py" for name in ("kinds", "memory_overlap", "checks")),
+    *(TESTS / "ops" / f"test_{name}.py" for name in ("accumulate", "norm", "scale")),
+]
 
 
 def decoder() -> None:
@@ -49,9 +52,7 @@ def main() -> int:
     for operator in ("accumulate_", "total_norm", "scale_", "decode_steps", "rnn_backward"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"accumext::{operator}", "CPU")
     decoder()
-    return pytest.main(
-        ["-q", "-n0", "-p", "no:cacheprovider", *(str(OPS / f"test_{name}.py") for name in NAMES)]
-    )
+    return pytest.main(["-q", "-n0", "-p", "no:cacheprovider", *map(str, FILES)])
 
 
 if __name__ == "__main__":

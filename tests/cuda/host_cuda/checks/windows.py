@@ -172,8 +172,8 @@ class Results:
             self.exps = within_nan(torch.zeros(w.words, rows, dtype=w.exps_dtype)).t()
         self.rows = torch.full((rows,), -7)
         self.used = op(
-            w.table, w.cell, self.states, w.kind, w.dropout_mask,
-            1 / (1 - w.dropout), None, 1.0, None, 1.0, self.inputs, w.teacher, w.teacher_mask,
+            w.table, w.cell, self.states, w.kind, [None, w.dropout_mask, None],
+            [1.0, 1 / (1 - w.dropout), 1.0], self.inputs, w.teacher, w.teacher_mask,
             self.live, w.eos, PAD, w.uniforms, w.temperature, w.head, w.head_bias, w.targets,
             self.tokens, self.exps, self.stats, self.rows, 7, begin, end, **changed,
         )  # fmt: skip

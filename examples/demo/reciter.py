@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
-from accumext.decoder import DecodeOutput, decode_loss
-from accumext.demo.report import Record, Settings, Step
-from accumext.demo.text import OPENING, Text
-from accumext.optimizer import AccumulatingOptimizer
-from accumext.tensors.checks import FeedbackWord
+from accumext import AccumulatingOptimizer, DecodeOutput, decode_loss
+
+from .report import Record, Step
+from .text import OPENING, Text
 
 LEARNING_RATE, MAX_NORM = 0.03, 1.0
 TEACHER_SHARE = 0.75  # of the words that "scheduled" feeds; the others are the model's own
@@ -38,7 +40,7 @@ class Reciter(nn.Module):
     def decode(
         self,
         texts: Tensor,  # int64 [OPENING + T, B]
-        feedback: FeedbackWord,
+        feedback: Literal["scheduled", "greedy", "teacher"],
         memory_budget: int | None = None,
         generator: torch.Generator | None = None,
     ) -> DecodeOutput:
@@ -64,11 +66,11 @@ class Reciter(nn.Module):
         return said, float((said == texts[OPENING:]).double().mean())
 
 
-def train(model: Reciter, text: Text, settings: Settings, record: Record) -> None:
+def train(model: Reciter, text: Text, args: argparse.Namespace, record: Record) -> None:
     """Learn the first half of the docstrings; each step is in the record as soon as it is done."""
-    learned, unseen = text.docstrings.to(settings.device).split(settings.batch, dim=1)
-    on_gpu = settings.device == "cuda"
-    generator = torch.Generator(settings.device).manual_seed(settings.seed)
+    learned, unseen = text.docstrings.to(args.device).split(args.batch, dim=1)
+    on_gpu = args.device == "cuda"
+    generator = torch.Generator(args.device).manual_seed(args.seed)
     optimizer = AccumulatingOptimizer(
         torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99)),
         max_norm=MAX_NORM,
@@ -76,8 +78,8 @@ def train(model: Reciter, text: Text, settings: Settings, record: Record) -> Non
     )
     begin, last = record.elapsed(), False
     while not last:
-        with torch.autocast(settings.device, torch.float16, enabled=on_gpu):
-            out = model.decode(learned, settings.feedback, generator=generator)
+        with torch.autocast(args.device, torch.float16, enabled=on_gpu):
+            out = model.decode(learned, args.feedback, generator=generator)
         optimizer.backward(out.loss)
         optimizer.step()
         step = Step(loss=float(out.loss.detach()), gradient_norm=optimizer.stats()["total_norm"])
@@ -85,8 +87,8 @@ def train(model: Reciter, text: Text, settings: Settings, record: Record) -> Non
         number = len(record.training)
         last = (
             record.elapsed() - begin >= TRAINING_SECONDS
-            if settings.steps is None
-            else number == settings.steps
+            if args.steps is None
+            else number == args.steps
         )
         if last or number == 1 or number % RECITE_EVERY == 0:
             said, step.right = model.recite(learned)

@@ -1,8 +1,8 @@
 """Embedding lookups, a step or a few at a time, whose weight gradient is formed once.
 
 Autograd would make a dense [V, E] gradient per lookup. Here the backward of a lookup only stores
-its rows. All lookups of a call depend on one empty tensor, the root, so that the engine runs the
-root's backward after all of theirs: it adds the stored rows in a single `index_add`.
+its rows. All lookups of a call depend on one empty tensor, the anchor, so that the engine runs the
+anchor's backward after all of theirs: it adds the stored rows in a single `index_add`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class EmbeddingTable:
     tied_gradient: Tensor | None = None  # [V, E]: the head's, where the head shares the weight
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [n], dx [n, E])
 
-    def root(self) -> Tensor:
+    def anchor(self) -> Tensor:
         """The empty tensor through which the lookups of this call depend on the weight."""
-        root: Tensor = _Root.apply(self, self.weight)  # type: ignore[no-untyped-call]
-        return root
+        anchor: Tensor = _Anchor.apply(self, self.weight)  # type: ignore[no-untyped-call]
+        return anchor
 
-    def lookups(self, root: Tensor, tokens: Tensor, known: bool) -> tuple[Tensor, ...]:
+    def lookups(self, anchor: Tensor, tokens: Tensor, known: bool) -> tuple[Tensor, ...]:
         """Embedded tokens [n, B], as n tensors [B, E] that are connected to the weight through the
-        root, no views of each other. If the tokens are not known yet, `look_up` fills each."""
+        anchor, no views of each other. If the tokens are not known yet, `look_up` fills each."""
         found: tuple[Tensor, ...] = _Lookups.apply(  # type: ignore[no-untyped-call]
-            self, root, tokens, known
+            self, anchor, tokens, known
         )
         return found
 
@@ -89,7 +89,7 @@ class EmbeddingTable:
         return total.index_add_(0, tokens, gradient.to(total.dtype)).to(self.weight.dtype)
 
 
-class _Root(torch.autograd.Function):
+class _Anchor(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, table: EmbeddingTable, weight: Tensor) -> Tensor:
         ctx.table = table
@@ -105,7 +105,7 @@ class _Root(torch.autograd.Function):
 class _Lookups(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, table: EmbeddingTable, root: Tensor, tokens: Tensor, known: bool
+        ctx: Any, table: EmbeddingTable, anchor: Tensor, tokens: Tensor, known: bool
     ) -> tuple[Tensor, ...]:
         ctx.table = table
         # Not a saved tensor: checkpointing would run the segment again to get it.

@@ -1,10 +1,9 @@
-"""The peak memory of a call, and of the process."""
+"""The peak memory of a call, which the demo, tests and benchmarks measure."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -50,15 +49,3 @@ def peak_memory(fn: Callable[[], object], device: torch.device | str = "cpu") ->
         current += change
         peak = max(peak, current)
     return peak
-
-
-def process_peak(device: torch.device) -> int | None:
-    """Bytes used at most so far: tensors on a GPU, else resident memory; None on Windows."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,26 +19,32 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from accumext.recurrence._generators import replay_rng, rng_state, set_rng_state
 from accumext.recurrence._kept_state import KeptState, Snapshot
-from accumext.recurrence._states import State, tensors
+from accumext.recurrence._states import State, detach, map_tensors, tensors, write_counts
 from accumext.tensors.checks import message
 from accumext.tensors.torch_private import (
     assert_on_device,
+    base_of,
     function_modes,
     not_traced,
     under_function_modes,
     write_count,
 )
 
+Result = TypeVar("Result")
 
-class Start(NamedTuple):
-    """What steps find, beside their arguments: generators, and what their function has kept."""
 
+class Checkpoint(NamedTuple):
+    """All that is needed to run from a step on."""
+
+    state: State  # detached
+    read: list[Tensor]  # what steps from here on read: the state's tensors and others
+    writes: list[int]  # into each of them, so far
     rng: tuple[Tensor, ...] | None  # None: nothing is drawn
-    kept: Snapshot
+    kept: Snapshot  # what the function of the steps keeps
 
 
-class Replays:
-    """The parts of one call's graph that its backward pass makes again."""
+class Replay:
+    """Steps of one call that run again: for the backward pass, or from an earlier step on."""
 
     def __init__(self, kept: KeptState, device: torch.device, draws: bool = True) -> None:
         self.kept, self.device, self.draws = kept, device, draws
@@ -48,40 +54,94 @@ class Replays:
         self._found: dict[int, Tensor] = {}
         self._found_of: object = None
         self._lock = threading.RLock()  # each device has a thread of its own in a backward pass
+        # Fingerprints of what steps came to at one moment, and its number.
+        self._noted: tuple[int, list[Tensor]] | None = None
 
-    def start(self, graphs: bool = False) -> Start:
-        """What steps from here on find: tensors that were kept have graphs if steps go back."""
-        return Start(rng_state(self.device) if self.draws else None, self.kept.save(graphs))
+    def checkpoint(
+        self, state: State, read: Sequence[Tensor] = (), graphs: bool = False
+    ) -> Checkpoint:
+        """The start of the next step, which reads the state and `read`. What the function has kept
+        has graphs if steps go back to it, and none if they run again for the backward pass."""
+        state = detach(state)
+        all_read = [*tensors(state), *read]
+        rng = rng_state(self.device) if self.draws else None
+        return Checkpoint(state, all_read, write_counts(all_read), rng, self.kept.save(graphs))
 
     @contextmanager
-    def from_start(self, start: Start) -> Iterator[None]:
+    def running_from(self, checkpoint: Checkpoint) -> Iterator[None]:
         """Steps in this context find what there was then, and leave what there is now."""
-        with replay_rng(start.rng, self.device), self.kept.replaying(start.kept):
+        self.check_unwritten(checkpoint.read, checkpoint.writes)
+        with replay_rng(checkpoint.rng, self.device), self.kept.replaying(checkpoint.kept):
             yield
 
-    def go_back(self, start: Start) -> None:
-        """Put everything back to what it was then."""
-        if start.rng is not None:
-            set_rng_state(start.rng, self.device)
-        self.kept.restore(start.kept)
+    def go_back(self, checkpoint: Checkpoint) -> None:
+        """Put generators, and what the function keeps, back to what they were then."""
+        self.check_unwritten(checkpoint.read, checkpoint.writes)
+        if checkpoint.rng is not None:
+            set_rng_state(checkpoint.rng, self.device)
+        self.kept.restore(checkpoint.kept)
+
+    def check_unwritten(self, read: list[Tensor], writes: list[int]) -> None:
+        """Raise if tensors that are read again have been written since."""
+        if write_counts(read) != writes:
+            self._fail_changed("parameters, inputs and states")
+
+    def note(self, moment: int, results: State) -> None:
+        """Note what steps have come to, for `compare`."""
+        self._noted = moment, fingerprints_of(results)
+
+    def compare(self, moment: int, results: State) -> None:
+        """Raise if steps that have gone back come to something else at the moment of `note`."""
+        if self._noted is not None and self._noted[0] == moment:
+            known, self._noted = self._noted[1], None
+            self.check_same(results, known)
 
     def record(
-        self, run: Callable[[], State], again: Callable[[], State],
-        measure: Callable[[Tensor], None] | None = None,
-    ) -> None:  # fmt: skip
-        """Call `run`, with a graph that keeps no tensors; each is given to `measure`. `again` does
-        the same in the backward pass, `from_start` of it, and returns the same."""
-        part = _Part(self, again, measure)
+        self, run: Callable[[State], Result], state: State, checked: Callable[[Result], State],
+        start: Callable[[], Checkpoint], measure: Callable[[Tensor], None] | None = None,
+    ) -> Result:  # fmt: skip
+        """The result of `run(state)`, with a graph that keeps no tensors; each is given to
+        `measure`. The backward pass runs it again from the checkpoint that `start` then returns,
+        and comes to the same in what `checked` picks from the result."""
+        part = _Part(self, run, state, checked, start, measure)
         not_traced(part.pack, *([] if measure is None else [measure]))
-        with saving_by(self.kept.op, self.kept.name, part.pack, part.unpack):
-            result = run()
+        with self._saving_by(part.pack, part.unpack):
+            result = run(state)
         part.measure, part.recorded = None, True
-        part.results = fingerprints_of(result)
+        part.results = fingerprints_of(checked(result))
+        return result
+
+    @contextmanager
+    def measuring(self, shared: Sequence[Tensor]) -> Iterator[dict[int, int]]:
+        """The bytes of each storage kept by a graph made in this context, which keeps all it needs,
+        but for those of leaves, of views of them, and of `shared` tensors."""
+        sizes: dict[int, int] = {}
+        strided = [t for t in shared if t.layout == torch.strided]  # others have no storage
+        known = {tensor.untyped_storage().data_ptr() for tensor in strided}
+
+        def pack(tensor: Tensor) -> tuple[Tensor, int]:
+            if tensor.layout == torch.strided and not base_of(tensor).is_leaf:
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in known:
+                    sizes[storage.data_ptr()] = storage.nbytes()
+            # An output that its own node keeps would keep itself.
+            return tensor.detach(), write_count(tensor)
+
+        def unpack(saved: tuple[Tensor, int]) -> Tensor:
+            """As autograd does where there are no hooks, an error for what was written since."""
+            tensor, writes = saved
+            if write_count(tensor) != writes:
+                self._fail_changed(f"tensors that the {self.kept.name} reads")
+            return tensor
+
+        not_traced(pack, base_of)
+        with self._saving_by(pack, unpack):
+            yield sizes
 
     def unpack(self, part: _Part, index: int) -> Tensor:
         """A tensor that the graph of a part would have saved. It is given away."""
         if not part.recorded:
-            raise RuntimeError(_differentiates(self.kept.op, self.kept.name))
+            self._fail_differentiates()
         with self._lock:
             if self._found_of is not part.name or index not in self._found:
                 self._found_of, self._found = None, {}  # one part's at a time
@@ -101,7 +161,7 @@ class Replays:
             torch.inference_mode(False), torch.enable_grad(), self.modes(),
             saved_tensors_hooks(pack, _never),
         ):  # fmt: skip
-            result = part.again()
+            result = part.run_again()
         if len(found) != len(part.saved):
             self._fail(f"{len(found)} tensors for it in place of {len(part.saved)}")
         for (tensor, writes), (shape, count) in zip(found, part.saved, strict=True):
@@ -109,7 +169,7 @@ class Replays:
                 self._fail(f"a tensor of shape {list(tensor.shape)} in place of {list(shape)}")
             written = write_count(tensor) != writes  # after it was saved
             if written or (writes != count and not self.kept.holds(tensor)):
-                raise RuntimeError(changed(self.kept.op))
+                self._fail_changed("parameters, inputs and states")
         self.check_same(result, part.results)
         return {index: tensor for index, (tensor, _) in enumerate(found)}
 
@@ -135,21 +195,58 @@ class Replays:
         advice = "Hand on what one call keeps for the next in the state"
         return message(self.kept.op, self.kept.name, contract, got, advice)
 
-    def _fail(self, got: str) -> None:
+    def _fail(self, got: str) -> NoReturn:
         raise RuntimeError(self._differs(got))
+
+    def _fail_changed(self, what: str) -> NoReturn:
+        contract = "be those of the forward pass until the backward pass has run"
+        raise RuntimeError(message(self.kept.op, what, contract, "changed ones"))
+
+    @contextmanager
+    def _saving_by(
+        self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+    ) -> Iterator[None]:
+        """Hooks for saved tensors. The functions of torch.func refuse them."""
+        try:
+            with saved_tensors_hooks(pack, unpack):
+                yield
+        except RuntimeError as error:
+            if "support saved tensor hooks" in str(error):
+                self._fail_differentiates(error)
+            raise
+
+    def _fail_differentiates(self, cause: RuntimeError | None = None) -> NoReturn:
+        contract = "take no gradients inside of itself where steps run again"
+        got, advice = "torch.autograd.grad, backward or torch.func", "tbptt takes such a step"
+        if self.kept.op == "rollout":
+            advice = "Pass checkpoint=steps, which keeps the graph"
+        raise RuntimeError(message(self.kept.op, self.kept.name, contract, got, advice)) from cause
 
 
 class _Part:
     """Steps that run again in the backward pass, and the tensors that they save."""
 
     def __init__(
-        self, owner: Replays, again: Callable[[], State], measure: Callable[[Tensor], None] | None
-    ) -> None:
-        self.owner, self.again, self.measure = owner, again, measure
+        self, owner: Replay, run: Callable[[State], Any], state: State,
+        checked: Callable[[Any], State], start: Callable[[], Checkpoint],
+        measure: Callable[[Tensor], None] | None,
+    ) -> None:  # fmt: skip
+        self.owner, self.run, self.checked, self.start = owner, run, checked, start
+        self.measure = measure
+        self.requires_grad = [tensor.requires_grad for tensor in tensors(state)]
         self.saved: list[tuple[torch.Size, int]] = []  # shapes and numbers of writes
         self.results: list[Tensor] = []
         self.recorded = False
         self.name = object()
+
+    def run_again(self) -> State:
+        """Run the steps from their start, and return what is checked of their results."""
+        checkpoint, requires = self.start(), iter(self.requires_grad)
+        with self.owner.running_from(checkpoint):
+            state = map_tensors(
+                lambda tensor: tensor.detach().requires_grad_(next(requires)), checkpoint.state
+            )
+            return self.checked(self.run(state))
 
     def pack(self, tensor: Tensor) -> int:
         if self.measure is not None:
@@ -176,33 +273,6 @@ def fingerprints_of(results: State) -> list[Tensor]:
         ramp = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
         found.append(values.dot(ramp))
     return found
-
-
-def changed(op: str) -> str:
-    """The error for tensors that are read again, but have been written since."""
-    contract = "be those of the forward pass until the backward pass has run"
-    return message(op, "parameters, inputs and states", contract, "changed ones")
-
-
-@contextmanager
-def saving_by(
-    op: str, name: str, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
-) -> Iterator[None]:
-    """Hooks for saved tensors. The functions of torch.func refuse them."""
-    try:
-        with saved_tensors_hooks(pack, unpack):
-            yield
-    except RuntimeError as error:
-        if "support saved tensor hooks" in str(error):
-            raise RuntimeError(_differentiates(op, name)) from error
-        raise
-
-
-def _differentiates(op: str, name: str) -> str:
-    contract = "take no gradients inside of itself where steps run again"
-    got = "torch.autograd.grad, backward or torch.func"
-    keeps = "Pass checkpoint=steps, which keeps the graph"
-    return message(op, name, contract, got, keeps if op == "rollout" else "tbptt takes such a step")
 
 
 def _never(_: None) -> Tensor:

@@ -1,12 +1,17 @@
-"""Records without a mistake, beside those of mistakes.py."""
+"""Records with one mistake, each with its id, its value and its line: findings and questions; and
+records without a mistake, beside those.
+"""
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from records import (
     ADAM,
     BOTH,
+    CALL,
+    CLIP,
     COUNTS,
     LOOP,
     NAN,
@@ -15,6 +20,7 @@ from records import (
     QUARTERS,
     SCALE,
     SGD,
+    STEP,
     WRAPPED,
     Build,
     after_each,
@@ -22,6 +28,8 @@ from records import (
     backward,
     call,
     clip,
+    clipped_between,
+    clipped_twice,
     generator_and_critic,
     graph,
     half,
@@ -29,6 +37,7 @@ from records import (
     holding,
     in_eval,
     loss,
+    no_sync,
     of_steps,
     one_constant,
     other,
@@ -42,6 +51,7 @@ from records import (
     scaled,
     skipped,
     step,
+    steps_at_the_end,
     total,
     truncated,
     two,
@@ -52,9 +62,262 @@ from records import (
     with_earlier,
     with_empty,
     with_nan,
+    with_penalty,
 )
 
 from accumext.auditing._events import Constant
+
+# What no one can mean: its id, its value, its line, and words of the evidence: windows, numbers,
+# names.
+FINDINGS: list[tuple[Any, ...]] = [
+    ("step.nonfinite", 1, STEP,
+     lambda: record(window(passes(QUARTERS)), passes(QUARTERS), step(with_nan()))),
+    ("step.nonfinite", 1, STEP, lambda: record(backward(gradient=with_nan()),
+                                               step(torch.full((3, 8), NAN)))),
+    ("step.nonfinite", 1, STEP,
+     lambda: record(backward(gradient=torch.full((3, 8), NAN)), step(torch.full((3, 8), NAN))),
+     "gradient of weight, bias, in the backward pass first in that of bias"),
+    ("step.nonfinite", 1, STEP,
+     lambda: record(window([backward()]), [backward(0.5), backward(0.5, value=NAN)],
+                    step(with_nan())),
+     "window 2 of 2: inf or NaN in the gradient of bias", "loss of micro-batch 2 is not finite"),
+    ("step.skipped", 1, STEP, lambda: record(window(passes(QUARTERS)),
+                                             skipped([backward(0.5), backward(0.5, value=NAN)]))),
+    ("scaler.unscale_missing", SCALE, STEP, lambda: scaled(factor=1.0),
+     "times the loss scale, 1024"),
+    ("scaler.unscale_missing", 0.5, STEP, lambda: scaled(factor=1.0, scale=0.5)),
+    ("accumulation.lost", 3, LOOP, lambda: record(window(passes(QUARTERS), [0.0, 0.0, 0.0, 1.0])),
+     "3 of the 4 micro-batches of a window are not in the gradient that"),
+    ("accumulation.lost", 4, LOOP,
+     lambda: record(passes(QUARTERS), step(torch.zeros(3, 8), present=frozenset())),
+     "4 of the 4 micro-batches of a window are not in any gradient that"),
+    ("accumulation.lost", 3, LOOP, lambda: record(  # the most of all windows
+        window(passes([1 / 3] * 3), [0.0, 0.0, 1.0]),
+        window(passes(QUARTERS), [0.0, 0.0, 0.0, 1.0]))),
+    ("accumulation.counted_again", 2, LOOP, lambda: record(window(
+        [backward(losses=[one]) for one in [loss(), *[loss(node=-7)] * 2]]))),
+    ("accumulation.counted_again", 3, STEP, lambda: with_earlier(1.0),
+     "windows 2, 3 began with the gradients of the step before", "up to 3 steps"),
+    ("accumulation.counted_again", 3, LOOP, lambda: record(window(
+        [backward(losses=[one]) for one in [loss(node=-7)] * 3])),
+     "is in 3 backward passes"),
+    ("accumulation.another_loss", 1, "train.py:12", generator_and_critic,
+     "1 backward pass in the gradient of window 1", "which had stepped before they came"),
+    ("accumulation.leftover", 6 / 4, LOOP, lambda: record(windows(1 / 4, 4, 4, 6)),
+     "1.5 times the mean over the 6 micro-batches of window 3",
+     "multiplied by 0.25, as in a window of 4"),
+    ("accumulation.leftover", 6 / 4, LOOP, lambda: record(own_sums(1 / 4, 4, 4, 6)),
+     "1.5 times what a window of its size should have of the 6 micro-batches of window 3"),
+    ("accumulation.leftover", 6 / 4, LOOP, lambda: record(windows(1 / 2, 4, 4, 6)),  # none right
+     "1.5 times what a window of its size should have of the 6 micro-batches of window 3"),
+    ("accumulation.partial", 3 / 4, LOOP, lambda: record(windows(1 / 4, 4, 3))),
+    ("accumulation.partial", 2 / 4, LOOP, lambda: record(windows(1 / 4, 4, 2))),  # also 1 / 2
+    ("accumulation.partial", 1 / 4, LOOP, lambda: record(windows(1 / 4, 4, 3, 1, 4))),
+    ("accumulation.partial", 3 / 4, LOOP, lambda: record(own_sums(1 / 4, 4, 3))),
+    ("accumulation.partial", 0.25, LOOP, lambda: record(windows(1 / 4, 4, 1, 2, 4)),
+     "0.25, 0.5 times the mean over the 1, 2 micro-batches of windows 2, 3",
+     "0.25, as in a window of 4"),
+    ("accumulation.varying", 1 / 3, LOOP,  # not by the size: other constants
+     lambda: record(windows(1 / 4, 4), window(passes([1 / 6] * 2)))),
+    ("accumulation.varying", 3, LOOP,  # none is right
+     lambda: record(window(passes([0.5] * 4)), window(passes([0.75] * 4)))),
+    ("accumulation.scaled_between", 3, LOOP,
+     lambda: record(window(passes([0.3, 0.1, 0.2, 0.4]), [0.2, 0.4, 0.5, 1.0]))),
+    ("accumulation.scaled_between", 3, LOOP,
+     lambda: record(window(passes(QUARTERS), [0.2, 0.4, 0.5, 1.0])),
+     "micro-batches of window 1", "factors 0.2, 0.4, 0.5, 1:", "scaled 3 times before"),
+    ("accumulation.divisor_missing", 4, LOOP, lambda: record(windows(1.0, 4, 2))),
+    ("accumulation.divisor_missing", 4, LOOP, lambda: record(windows(1.0, 4, 1, 4))),
+    ("accumulation.divisor_missing", 4, LOOP, lambda: record(windows(1.0, 1, 4, 2)),
+     "4 times the mean over the 4 micro-batches of window 2;"),
+    ("scaler.mixed", 2, LOOP,
+     lambda: record([backward(0.5, scale=SCALE), backward(0.5, scale=2 * SCALE)],
+                    step(random_sketch(), through_scaler=True))),
+    ("scaler.mixed", 4, LOOP,  # of the largest and the smallest
+     lambda: record([backward(1 / 3, scale=s * SCALE) for s in (2, 1, 4)], step(random_sketch())),
+     "factors of ratio 4"),
+    ("scaler.updated_inside", 1, CALL, lambda: updated_inside(call("unscale_")),
+     "1 times between"),
+    ("clip.before_unscale", SCALE, CLIP,
+     lambda: scaled(clip(), call("unscale_"), through_scaler=True)),
+    ("clip.before_unscale", SCALE, CLIP, lambda: scaled(clip(), through_scaler=True)),
+    ("clip.before_unscale", SCALE, CLIP,  # the scale of what is there
+     lambda: record(backward(scale=2 * SCALE), call("zero_grad"), backward(scale=SCALE), clip(),
+                    step(random_sketch(), through_scaler=True))),
+    ("clip.before_unscale", SCALE, CLIP,
+     lambda: scaled(clip(norm=SCALE * 3), call("unscale_"), through_scaler=True),
+     "the norm 3072 that was clipped to 1", "loss scale 1024", "own is 3"),
+    ("clip.per_micro_batch", 2, CLIP, clipped_twice),
+    ("clip.per_micro_batch", 3, CLIP, lambda: record(  # the most of all windows
+        after_each(passes([0.5] * 2), clip()), call("zero_grad"),
+        after_each(passes([1 / 3] * 3), clip()))),
+    ("clip.other_parameters", 3, CLIP,
+     lambda: record(backward(), clip(others=3), step(random_sketch())),
+     "3 of the clipped parameters"),
+    ("clip.other_parameters", 3, CLIP,  # and none of the optimizer's
+     lambda: record(backward(), clip(parameters=frozenset(), max_norm=math.inf, others=3),
+                    step(random_sketch()))),
+    ("clip.empty", 1, CLIP,  # of an iterator that was read before
+     lambda: record(
+         of := [backward()], clip(0.0, parameters=frozenset(), filled=False), step(total(of)))),
+    ("clip.empty", 2, CLIP, lambda: record(  # where gradients are elsewhere
+        after_each(passes([0.5, 0.5]), clip(0.0, filled=False))),
+     "2 times in a window"),
+    ("processes.not_reduced", 1, STEP, lambda: ranked(8.0, 8.0, differ=1e-9)),
+    ("processes.not_reduced", 1, STEP, lambda: ranked(8.0, 8.0, differ=1e-3),
+     "different gradients of bias"),
+    ("processes.reduced_each", 300, LOOP, lambda: no_sync(150, 150, 150)),
+    ("processes.reduced_each", 2048, LOOP, lambda: no_sync(2048, 2048),
+     "no_sync was on in the backward"),
+    ("schedule.before_first_step", 1, CALL, lambda: record(
+        of := [backward()], call("schedule"), step(total(of)), call("zero_grad"))),
+    ("average.per_micro_batch", 2, CALL, lambda: record(
+        after_each(passes([0.5, 0.5]), average()))),
+    ("average.per_micro_batch", 3, CALL, lambda: record(  # the most of all windows
+        after_each(passes([0.5] * 2), average()), call("zero_grad"),
+        after_each(passes([1 / 3] * 3), average()))),
+    ("average.per_micro_batch", 3, CALL,
+     lambda: record(after_each(passes([1 / 3] * 3), average())),
+     "written 3 times between two steps"),
+    ("parameters.twice", 1, STEP, lambda: record(
+        of := [backward()], step(total(of)), call("step", {1, 2})),
+     "two optimizers, or two groups of one, have bias, and both step on one gradient"),
+    ("parameters.twice", 2, STEP, lambda: record(
+        of := [backward()], call("step"), step(total(of)))),
+    ("determinism.differs", 5, LOOP, lambda: rerun(1e-11)),
+    ("determinism.differs", 5, LOOP, lambda: rerun(NAN)),
+]  # fmt: skip
+
+# What may be meant.
+QUESTIONS: list[tuple[Any, ...]] = [
+    ("clip.other_parameters", 3, CLIP,
+     lambda: record(backward(), clip(others=3, filled=True), step(random_sketch()))),
+    ("clip.before_unscale", SCALE, CLIP,
+     lambda: scaled(clip(4 * SCALE, SCALE), call("unscale_"), through_scaler=True)),
+    ("accumulation.another_loss", 1, "train.py:12", steps_at_the_end),
+    ("accumulation.another_loss", 1, "train.py:12",  # both reach both
+     lambda: generator_and_critic(order=(0, 1, 2))),
+    ("memory.growing", 3, LOOP, lambda: holding(0, 1, 2),
+     "holds the graphs of 3 passes, 300 B where the first had 100 B"),
+    ("memory.growing", 4, LOOP, lambda: holding(1, 0, 1, 2, 3)),
+    ("clip.per_micro_batch", 2, CLIP, clipped_between,
+     "clipped 2 times in a window, to 1"),
+    ("accumulation.varying", 2, LOOP,
+     lambda: record(window(passes(QUARTERS)), window(passes([0.5] * 4))),
+     "2 times the mean over the 4 micro-batches of window 2", "multiplied by 0.5"),
+    ("step.skipped", 2, STEP, lambda: record(skipped([backward()]), skipped([backward()]))),
+    ("step.skipped", 8, STEP,
+     lambda: record(*(skipped([backward(gradient=with_nan())]) for _ in range(8))),
+     "windows 1, 2, 3, 4, 5, 6 and 2 more of 8", "in the gradient of bias"),
+    ("accumulation.scaled_between", 2, LOOP,  # by one ratio
+     lambda: record(window(passes(QUARTERS[:3]), [0.25, 0.5, 1.0]))),
+    ("accumulation.divisor_missing", 4, LOOP, lambda: record(window(passes([1.0] * 4)))),
+    ("accumulation.divisor_missing", 4, LOOP,
+     lambda: record(window(passes([1.0] * 4, scale=SCALE), 1 / SCALE))),
+    ("accumulation.divisor_missing", 4, LOOP, lambda: record(windows(1.0, 4, 4)),
+     "4 times the mean over the 4 micro-batches of windows 1, 2", "multiplied by 1"),
+    ("accumulation.divided_by_more", 1 / 4, LOOP, lambda: record(window(passes(QUARTERS), 0.25))),
+    ("accumulation.divided_by_more", 1 / 4, LOOP, lambda: record(window(passes([1 / 16] * 4)))),
+    ("accumulation.divided_by_more", 0.4, LOOP, lambda: record(window(passes([0.1] * 4)))),
+    ("accumulation.divided_by_more", 0.4, LOOP,
+     lambda: record(windows(0.1, 4), window(passes([0.1] * 4, scale=SCALE), 1 / SCALE)),
+     "0.4 times the mean over the 4 micro-batches of windows 1, 2;", "multiplied by 0.1"),
+    ("accumulation.divided_by_less", 2, LOOP, lambda: record(window(passes([0.5] * 4))),
+     "2 times the mean over the 4 micro-batches of window 1", "multiplied by 0.5"),
+    ("accumulation.window_of_one", 1 / 4, LOOP, lambda: one_constant(1 / 4),
+     "0.25 times the mean over the 1 micro-batch of windows 1, 2", "multiplied by 0.25"),
+    ("accumulation.unequal_counts", 4, LOOP, lambda: record(window(passes(QUARTERS, COUNTS))),
+     "12, 3, 7, 5 targets", "up to 4 times another"),
+    ("accumulation.unequal_counts", 4, LOOP, lambda: record(
+        window([backward(1 / (4 * n), n, reduction="sum") for n in COUNTS]))),
+    ("accumulation.unequal_counts", 4, LOOP,  # the largest of all windows
+     lambda: record(window(passes([0.5] * 2, [4, 2])), window(passes(QUARTERS, COUNTS)))),
+    ("accumulation.unequal_counts", 4, LOOP, lambda: with_penalty(known=False)),
+    ("accumulation.unequal_weights", 4, LOOP,
+     lambda: record(window(passes([0.1, 0.2, 0.3, 0.4]))),
+     "8, 8, 8, 8 targets", "up to 4 times another"),
+    ("accumulation.dropped", 3, LOOP,
+     lambda: record(window(passes([1.0] * 4), [0.0, 0.0, 0.0, 1.0])),
+     "3 of the 4 micro-batches of a window are not in the gradient"),
+    ("accumulation.dropped", 1, LOOP,
+     lambda: record(window(passes([1 / 3] * 4), [0.0, 1.0, 1.0, 1.0]))),
+    ("accumulation.unused", 2, LOOP,
+     lambda: record(windows(1 / 4, 4, 4), passes(QUARTERS[:2])),
+     "the last 2 micro-batches came after the last step, whose windows hold 4"),
+    ("accumulation.sum", 1 / 8, LOOP, lambda: record(
+        window(passes([1 / 8] * 4, COUNTS, reduction="sum")),
+        window(passes([1 / 8] * 2, [4.0, 9.0], reduction="sum"))),
+     "0.125 times", "4, 2 micro-batches of windows 1, 2", "multiplied by 0.125"),
+    ("clip.part", 1, CLIP,
+     lambda: record(backward(), clip(parameters=frozenset({0})), step(random_sketch())),
+     "1 of the 2 parameters of the step were not clipped: bias"),
+    ("processes.reduced_each", 300, LOOP,
+     lambda: record(window(passes([1 / 3] * 3, sent=150)))),
+    ("processes.reduced_each", 300, LOOP,  # what was for nothing
+     lambda: record(window([backward(1 / 3, sent=n) for n in (0, 0, 900)]),
+                    window(passes([1 / 3] * 3, sent=150)))),
+    ("processes.reduced_each", 4096, LOOP, lambda: record(window(passes([1 / 3] * 3, sent=2048))),
+     "3 passes of a window reduced", "4 KiB per rank for nothing"),
+    ("processes.unequal_counts", 4, LOOP, lambda: ranked(12.0, 3.0),
+     "12, 3 targets", "up to 4 times"),
+    ("schedule.per_micro_batch", 2, CALL, lambda: record(
+        window([backward()]), after_each(passes([0.5, 0.5]), call("schedule")))),
+    ("schedule.per_micro_batch", 2, CALL, lambda: record(  # after every second pass
+        windows(1 / 4, 4), call("schedule"), a := passes(QUARTERS[:2]), call("schedule"),
+        b := passes(QUARTERS[2:]), step(total([*a, *b])))),
+    ("schedule.per_micro_batch", 3, CALL,
+     lambda: record(after_each(passes([1 / 3] * 3), call("schedule"))),
+     "went 3 steps on before one step"),
+    ("schedule.before_first_step", 2, CALL,
+     lambda: record(call("schedule"), call("schedule"), window([backward()]))),
+    ("schedule.before_first_step", 1, CALL, lambda: record(call("schedule"), window([backward()])),
+     "went 1 step on before the optimizer's first"),
+    ("schedule.on_skipped", 1, CALL, lambda: record(
+        window([backward()]), skipped([backward()]), call("schedule"), window([backward()]))),
+    ("schedule.on_skipped", 2, CALL, lambda: record(
+        window([backward()]), *([*skipped([backward()]), call("schedule")] for _ in range(2))),
+     "the schedule went on after 2 steps that the scaler had skipped"),
+    ("average.on_skipped", 1, CALL, lambda: record(
+        window([backward()]), skipped([backward()]), average(), window([backward()]))),
+    ("average.on_skipped", 1, CALL,
+     lambda: record(window([backward()]), skipped([backward()]), average()),
+     "a copy of the model was written after 1 step that"),
+    ("parameters.twice", 1, STEP, lambda: record(
+        window([backward()]), other(order=(1, 2)), call("step", {1, 2}))),
+    ("parameters.twice", 1, STEP, lambda: record(  # a third one steps on one gradient
+        of := [backward()], step(total(of)), call("step", OTHER), call("zero_grad"),
+        other(order=(1, 2)), call("step", {1, 2}))),
+    ("parameters.no_optimizer", 1, STEP, lambda: reached(0, 1, 2, trained=BOTH),
+     "gradients reach, no step uses other"),
+    ("parameters.no_gradient", 1, STEP, lambda: reached(0),
+     "no gradient reaches bias"),
+    ("memory.losses_summed", 4, LOOP, lambda: graph(4, 4000, losses=4, separate=True)),
+    ("memory.losses_summed", 4, LOOP, lambda: graph(4, 4096, losses=4, separate=True),
+     "the 4 losses of a pass have graphs of their own, of 1 KiB"),
+    ("memory.graph", 16_000, LOOP, lambda: graph(16, 16_000)),
+    ("memory.graph", 16_000, LOOP, lambda: graph(16, 16_000, classes=0.1)),
+    ("memory.graph", 5000, LOOP, lambda: graph(5, 5000, losses=5)),
+    ("memory.graph", 16384, LOOP, lambda: graph(16, 16 * 1024, classes=0.25, bytes_per_call=512.0),
+     "512 B more for each; 4 KiB of it", "With one step it is 1 KiB"),
+    ("memory.graph", 16384, LOOP, lambda: graph(16, 16 * 1024, classes=0.75),
+     "keeps 16 KiB for 16 steps", "12 KiB of it has an element per",
+     "Without logits it is 4.75 KiB, with one step 1 KiB"),
+    ("precision.sum", 8e-3, STEP, lambda: half(8e-3, 1e-3),
+     "sum of 4 gradients in 2 parameters is 0.008", "3.0 bits lost"),
+    ("precision.sum", 2.1e-3, STEP, lambda: half(2.1e-3, 1e-3)),
+    ("precision.sum", 8e-3, STEP, lambda: half(8e-3, 1e-3, clip(), factor=0.25)),
+    ("precision.sum", 4e-3, STEP, lambda: half(0.0, 1e-3, factor=1.004)),
+    ("truncation.distance", 0.5, "train.py:5",
+     lambda: record(truncated(0.1), truncated(0.5), window([backward()]))),
+    ("truncation.distance", 0.1234, "train.py:5",
+     lambda: record(truncated(0.1234), window([backward()])),
+     "k1=5, k2=5 of 50 steps: 0.123 from the exact gradient"),
+    ("modules.batchnorm_eval", 2, LOOP, lambda: record(in_eval(1, 2)),
+     "norm.1, norm.2 got gradients in eval, from 2 passes of 4"),
+    ("optimizer.decay", 1, STEP,
+     lambda: record(window([backward()]), optimizers=(replace(SGD, decayed=(1,)),)),
+     "1 vector decay as matrices do: bias"),
+]  # fmt: skip
 
 # What differs in one thing from a case of that id, and is right, or could not be told.
 NEIGHBOURS: dict[str, dict[str, Build]] = {

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from accumext.recurrence._module_calls import formula_weights
-from accumext.recurrence._precision import Dtypes
+from accumext.decoder._module_calls import formula_weights
+from accumext.decoder._precision import Dtypes
 
 KINDS = ("gru", "lstm", "rnn_tanh", "rnn_relu")  # in the order of csrc/math/gates.h: CellKind
 GRU, LSTM, RNN_TANH, RNN_RELU = range(4)

@@ -1,4 +1,4 @@
-"""Several processes: whose synchronisation to hold back, and a window summed over all of them."""
+"""Sums of tensors over processes in buckets, also while a backward pass still makes them."""
 
 from __future__ import annotations
 
@@ -13,12 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accumext import ops
-from accumext.distributed import ShardedWindow
-from accumext.optimizer._agreement import agree, trained
-from accumext.optimizer._factors import normaliser
-from accumext.optimizer._grads import clear, grads_of, put
-from accumext.optimizer._sums import adding
-from accumext.optimizer._window import Box, Window, explain
 from accumext.tensors import checks
 from accumext.tensors.kinds import Group, dense_storage, is_dtensor, main_dtype
 from accumext.tensors.scalars import Scalar, sent, to_device
@@ -35,13 +29,11 @@ BUCKET_BYTES = 25 * 2**20
 ALIGNMENT = 16  # elements; where gradients begin, for aligned vector loads
 
 
-def hold_back(
+def no_sync(
     op: str, model: object, group: Group | None
 ) -> tuple[AbstractContextManager[None], Group | None]:
-    """A context in which the model does not synchronise, and the group its gradients then need.
-
-    Nothing of FSDP (fully_shard): with synchronize="window" it is ShardedWindow that does so.
-    """
+    """Return a context in which DistributedDataParallel does not synchronise, and the group over
+    which gradients are then to be summed. `ShardedWindow` does so for `fully_shard`."""
     if not (model is None or isinstance(model, nn.Module)):
         got = checks.type_name(model)
         checks.fail_type(op, "model", "be a torch.nn.Module or None", got)
@@ -61,11 +53,11 @@ def hold_back(
         contract = "be DistributedDataParallel without static_graph=True"
         advice = "Leave it out: no backward pass inside is synchronised"
         checks.fail_value(op, "model", contract, "one whose first pass is to come", advice)
-    return _no_sync(replicas), group or (groups[0] if groups else None)
+    return _no_sync_of(replicas), group or (groups[0] if groups else None)
 
 
 @contextmanager
-def _no_sync(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
+def _no_sync_of(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
     """None of the replicas synchronises, not even after a forward pass outside."""
     with ExitStack() as held:
         for replica in replicas:
@@ -141,26 +133,19 @@ class Bucket:
                 sums[i] = main if dense else main.to_sparse(round(sparse_dims / sparse))
 
 
-class WindowAllReduce:
-    """The sum of one window over a group of processes: of all that is trained or has a gradient."""
+class AllReduceInBuckets:
+    """The sum of tensors, some of them missing, over a group of processes."""
 
-    def __init__(self, box: Box, window: Window, group: Group) -> None:
-        self._box, self._group = box, group
-        self._parameters = box.target.parameters()
-        self._buckets = _plan(self._parameters, trained(self._parameters, window))
+    def __init__(self, parameters: Sequence[Tensor], indices: Sequence[int], group: Group) -> None:
+        self._group, self._parameters = group, parameters
+        self._buckets = plan_buckets(parameters, indices)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._sent = 0  # buckets; all processes send them in one order
-
-    def agree(self, op: str, window: Window, weight: Scalar, count: int, flushing: bool) -> bool:
-        """Tell whether any process has something in the window, once all agree on its close."""
-        window = window._replace(weight=weight, micro_batches=count)
-        self.agreed = agree(op, self._box, window, self._group, flushing)
-        return self.agreed.any_held
 
     def send_complete(
         self, op: str, sums: list[Tensor | None], factor: Scalar, indices: Iterable[int]
     ) -> None:
-        """Send what can be sent now that these parameters have their last gradient."""
+        """Send what can be sent as soon as these parameters have their last gradient."""
         for i in indices:
             awaited = self._bucket_of[i].awaited
             if i not in awaited:
@@ -174,122 +159,28 @@ class WindowAllReduce:
             self._buckets[self._sent].send(sums, factor, self._group)
             self._sent += 1
 
-    def finish(self, sums: list[Tensor | None], window: Window) -> Window:
-        """Send the rest, wait, and make the sum of all processes the window."""
-        factor = normaliser(window, "sum").value()
+    def finish(self, sums: list[Tensor | None], factor: Scalar) -> None:
+        """Send the rest, and put what arrives into the list: the sums of all processes."""
         for bucket in self._buckets[self._sent :]:
             bucket.send(sums, factor, self._group)
         for bucket in self._buckets:
             bucket.receive(sums)
-        weight, kept, found_inf, _ = self.agreed
-        return window._replace(
-            parameters=self._parameters, sums=sums, norm=None, weight=weight,
-            world=kept, finite=None if window.finite is None else kept, unit=1.0, scale=1.0,
-            found_inf=found_inf,
-        )  # fmt: skip
 
-    def abandon(self, window: Window) -> None:
+    def abandon(self) -> None:
         """Let the sum arrive on the other processes, not finite, so that they skip the window."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
         for i in self._buckets[-1].indices if self._buckets else ():
             parameter = self._parameters[i]
             sums[i] = torch.full_like(_like(parameter), math.nan, device=parameter.device)
         try:
-            self.finish(sums, window)
+            self.finish(sums, 1.0)
         except torch.OutOfMemoryError:  # the others wait
             raise
         except RuntimeError:  # those that are gone need nothing
             pass
 
 
-def sum_over_processes(box: Box, op: str, flushing: bool) -> bool:
-    """Make the open window that of all processes; False if there is nothing in it."""
-    window, group, sharded = box.state.window, box.group, box.sharded
-    if group is None and sharded is not None:
-        return _close_shards(box, sharded, op, flushing)
-    if group is None:
-        if window.held_back:
-            contract = "be known for gradients that micro_batch(model) has held back"
-            advice = "Run a micro_batch(model) first, or pass process_group to the constructor"
-            got = "a window that was loaded"
-            raise RuntimeError(checks.message(op, "the group", contract, got, advice))
-        return window.micro_batches > 0
-    if window.world is not None:  # an earlier step ended in an error after that
-        return True
-    all_reduce, parameters = box.state.all_reduce, box.target.parameters()
-    if all_reduce is None:
-        window = window.out_of_grad(parameters)
-        if box.settings.on_nonfinite == "skip_micro_batch" and window.finite is None:
-            window = window._replace(finite=float(window.micro_batches))
-        all_reduce = WindowAllReduce(box, window, group)
-        if not all_reduce.agree(op, window, window.weight, window.micro_batches, flushing):
-            return False
-        if sharded is not None:
-            sharded.note_weight(all_reduce.agreed.weight / all_reduce.agreed.kept)
-            collect_held(box, op)
-            window = box.state.window
-    sums = list(window.of(parameters).sums)
-    window = window._replace(parameters=(), sums=())  # a bucket frees what it has copied
-    if box.state.window.in_grad:
-        clear(parameters)
-    box.state = box.state._replace(window=Window(), all_reduce=None)
-    try:
-        window = all_reduce.finish(sums, window)
-        sums = box.target.send(list(window.sums))()
-        box.state = box.state._replace(window=window._replace(sums=sums))
-    except BaseException as error:
-        explain(error, f"{op}: the open window was dropped: it was being summed over all processes")
-        raise
-    return True
-
-
-def _close_shards(box: Box, sharded: ShardedWindow, op: str, flushing: bool) -> bool:
-    """Make the weight that of all shards, over which FSDP has averaged the gradients, and take in
-    what FSDP holds; False if nothing is there."""
-    window = box.state.window
-    if window.agreed:
-        return True
-    if window.micro_batches == 0 and (sharded.idle or not flushing):
-        return False
-    agreed = agree(op, box, window, None, flushing)
-    if not agreed.any_held:
-        sharded.idle = True
-        return False
-    collect_held(box, op)
-    weight, _, found_inf, _ = agreed
-    window = box.state.window._replace(weight=weight, found_inf=found_inf, agreed=True)
-    box.state = box.state._replace(window=window)
-    sharded.note_weight(agreed.weight / agreed.kept)
-    return True
-
-
-def collect_held(box: Box, op: str) -> None:
-    """Add the gradients that FSDP holds of the open window to it, reduced.
-
-    An exception while they are reduced drops the window, and says so.
-    """
-    sharded, parameters = box.sharded, box.target.parameters()
-    if sharded is None:
-        return
-    sharded.refuse_to_collect(op)
-    if not sharded.holds:
-        sharded.collect()
-        return
-    before = grads_of(parameters)
-    try:
-        sharded.collect()
-        with torch.no_grad():
-            window = adding(box.state.window.of(parameters), grads_of(parameters), 1.0).run([])
-        clear(parameters)
-        box.state = box.state._replace(window=window._replace(norm=None))
-    except BaseException as error:
-        box.drop()
-        put(parameters, before)
-        explain(error, f"{op}: the open window was dropped: it was being reduced")
-        raise
-
-
-def _plan(parameters: Sequence[Tensor], indices: Sequence[int]) -> list[Bucket]:
+def plan_buckets(parameters: Sequence[Tensor], indices: Sequence[int]) -> list[Bucket]:
     """Buckets of one device and dtype each, the last parameters first: so backward makes them."""
     planned: list[list[int]] = []
     filling: dict[tuple[torch.device, torch.dtype], tuple[list[int], int]] = {}

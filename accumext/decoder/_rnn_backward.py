@@ -1,20 +1,114 @@
-"""The backward pass through torch's recurrent modules and the embedding."""
+"""The path for torch's recurrent modules: the node of the graph, `RnnDecode`, and its backward pass
+through the cell and the embedding."""
 
 from __future__ import annotations
 
+from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumext.decoder import _operators
-from accumext.decoder._rnn_steps import RnnBuffers
-from accumext.decoder._transcript import Transcript
-from accumext.recurrence import GRU, OPEN_GATE, WHOLE, Resets, module_state
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, new_buffer
+from accumext.decoder._plan import PRE_ACTIVATIONS
+from accumext.decoder._rnn_forward import RnnForward, rnn_forward
+from accumext.decoder._rnn_weights import (
+    GRU,
+    RnnWeights,
+    module_state,
+)
+from accumext.decoder._saved_for_backward import SavedForBackward
+from accumext.decoder._transcript import Decoded, Transcript
+from accumext.ops.wgrad_fusion import destination
+from accumext.recurrence import OPEN_GATE, Resets, cuts
 from accumext.tensors import scalars
+from accumext.tensors.checks import check_first_order
 
 
-class ThroughTime:
+def decode_with_rnn(transcript: Transcript, rnn: RnnWeights, return_outputs: bool) -> Decoded:
+    """Run a call by the operators, which know the cell."""
+    model, state = transcript.model, transcript.tokens.state
+    parts = list(state) if rnn.state_parts == 2 else [state]
+    parameters = [model.head_weight, model.head_bias, model.table.weight]
+    loss, outputs, lengths, *last = RnnDecode.apply(  # type: ignore[no-untyped-call]
+        transcript, rnn, return_outputs, torch.is_grad_enabled(), *parameters, *parts, *rnn.given
+    )
+    return Decoded(loss, tuple(last) if rnn.state_parts == 2 else last[0], lengths, outputs)
+
+
+class RnnDecode(torch.autograd.Function):
+    """The loss, the outputs of the cell, if they are asked for, and the last state as functions of
+    every parameter and the initial state."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, transcript: Transcript, rnn: RnnWeights, return_outputs: bool, grad_enabled: bool,
+        head_weight: Tensor, head_bias: Tensor | None, table: Tensor,
+        *state_and_weights: Tensor,  # the parts of the state, then the weights of the cell
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        needs, plan, size = None, transcript.plan, transcript.losses.numel()
+        if grad_enabled and plan.gradients_in_forward:
+            needs_weight, needs_bias, *needs_cell = ctx.needs_input_grad[4:]
+            needs = NeedsGrad(any(needs_cell), needs_weight, needs_bias)
+        with torch.autocast(table.device.type, enabled=False):
+            parts = state_and_weights[: rnn.state_parts]
+            keeps = grad_enabled and plan.pre_activation_bytes > 0
+            passed = rnn_forward(transcript, rnn, parts, keeps)
+            head = FusedCrossEntropy(transcript.model, transcript.objective, plan, size, needs)
+            passed.run(head)
+            gradients = head.finish()
+            value, inverse_divisor, lengths = transcript.finish()
+            last_rows = list(map(itemgetter(-1), passed.steps.states))
+            last = module_state(rnn, last_rows, passed.state_dtypes)
+            outputs = passed.outputs.clone() if return_outputs else None
+        if grad_enabled:
+            ctx.saved = SavedForBackward(transcript, inverse_divisor, gradients)
+            ctx.passed = passed
+            ctx.save_for_backward(value)  # autograd then refuses a second pass unless retained
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(lengths, *(last if transcript.truncation.cuts else ()))
+        return value.clone(), outputs, lengths, *last
+
+    @staticmethod
+    def backward(
+        ctx: Any, upstream: Tensor | None, d_outputs: Tensor | None, _: None,
+        *d_last: Tensor | None,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        if torch.is_grad_enabled():
+            check_first_order("decode_loss")
+        saved: SavedForBackward = ctx.saved
+        passed: RnnForward = ctx.passed
+        model, transcript = saved.model, saved.transcript
+        (value,) = ctx.saved_tensors
+        saved.check_unchanged()
+        needs_weight, needs_bias, needs_table, *needs_cell = ctx.needs_input_grad[4:]
+        through_cell = needs_table or any(needs_cell)
+        with torch.autocast(value.device.type, enabled=False):
+            if upstream is None:  # the loss was not used
+                upstream = torch.zeros_like(value)
+            elif transcript.gate.clip is not None:
+                transcript.gate.begin_backward(upstream)
+            steps, batch = transcript.losses.shape
+            needs = NeedsGrad(through_cell, needs_weight, needs_bias)
+            head, main = saved.head_gradients(
+                upstream, partial(passed.pieces, transcript.plan.rows), needs, fuse_weight=True
+            )
+            cell = RnnBackward(passed, needs_table, head.weight, main)
+            if through_cell:
+                cell.run(head.hidden.view(steps, batch, -1), d_outputs, d_last)
+            d_weight = head.weight if needs_weight and not model.tied and main is None else None
+            return (
+                *(None, None, None, None),
+                None if d_weight is None else d_weight.to(model.head_weight.dtype),
+                head.bias_like(model.head_bias) if needs_bias else None,
+                cell.table_gradient() if needs_table else None,
+                *cell.state_and_weight_gradients(needs_cell),
+            )
+
+
+class RnnBackward:
     """The backward pass through the cell and the embedding.
 
     Only what depends on the step after it is serial over steps and layers. The rest are products
@@ -23,36 +117,33 @@ class ThroughTime:
 
     def __init__(
         self,
-        transcript: Transcript,
-        buffers: RnnBuffers,
+        passed: RnnForward,
         needs_table: bool,
-        d_table: Tensor | None,  # [R, E]: the tied head's gradient, to add to
-        table_main: Tensor | None,  # the main gradient to add the table's gradient to
+        d_head: Tensor | None,  # [V, H]: the head's gradient, which a tied table's is added to
+        main: Tensor | None,  # the main gradient that it is, if it is one
     ) -> None:
-        self._transcript, self._buffers, self._rnn = transcript, buffers, buffers.rnn
-        self._weights, self._states = buffers.steps.weights, buffers.steps.states
-        self._needs_table, self._table_main = needs_table, table_main
-        self._table = table = transcript.model.table
+        transcript, model = passed.transcript, passed.transcript.model
+        self._passed, self._transcript, self._rnn = passed, transcript, passed.rnn
+        self._weights, self._states = passed.steps.weights, passed.steps.states
+        self._needs_table, self._table = needs_table, model.table
         new_zeros, tokens = self._states[0].new_zeros, transcript.tokens
-        self._d_weights = [new_zeros(w.shape) for w in self._weights]
+        self._d_weights = list(map(new_zeros, map(Tensor.size, self._weights)))
         # weight_hh of every layer, transposed; kernels of a CPU take it as it lies
         self._transposed = list(map(Tensor.t, self._weights[1::4]))
         if not scalars.on_host(self._states[0]):
             self._transposed = list(map(Tensor.contiguous, self._transposed))
         self._d_state = list(map(torch.zeros_like, map(itemgetter(0), self._states)))
-        self._d_table = d_table
+        self._d_table, self._table_main = d_head, main
         self._d_rows: Tensor | None = None  # [T, B, E]: of a sparse gradient
-        if needs_table and d_table is None:
-            if table_main is not None:
-                self._d_table = table_main
-            elif table.sparse:
-                width = table.weight.shape[1]
-                self._d_rows = new_zeros(tokens.steps, tokens.batch, width)
-            else:
-                dtype = transcript.model.dtypes.accumulation
-                self._d_table = table.weight.new_empty(table.weight.shape, dtype=dtype)
-                _operators.large_pages(self._d_table)
-                self._d_table.zero_()
+        weight, dtype = model.table.weight, model.dtypes.accumulation
+        if model.tied or not needs_table:
+            return
+        if model.table.sparse:
+            self._d_rows = new_zeros(tokens.steps, tokens.batch, weight.shape[1])
+            return
+        self._d_table = self._table_main = destination(weight, dtype)
+        if self._d_table is None:
+            self._d_table = new_buffer(weight, *weight.shape, dtype=dtype).zero_()
 
     def run(
         self,
@@ -61,25 +152,23 @@ class ThroughTime:
         d_last: tuple[Tensor | None, ...],
     ) -> None:
         """Every window, from the gradients of the outputs and of the last state."""
-        truncation, tokens = self._transcript.truncation, self._transcript.tokens
+        truncation, resets = self._transcript.truncation, self._passed.resets
         parts, stacked = self._rnn.state_parts, self._rnn.stacked
+        dropout = self._passed.steps.of_outputs
         # in whole chunks from the end; the one at the beginning may be shorter
-        size, resets = self._transcript.plan.backward_steps, self._buffers.resets
-        windows = [(0, 0, tokens.steps)]
-        if truncation is not WHOLE:
-            windows = truncation.spans(tokens.steps)
-        for begin, counting, end in windows:
+        size = self._transcript.plan.backward_steps
+        for begin, counting, end in truncation.spans(self._transcript.tokens.steps):
             d_state = list(map(torch.zeros_like, self._d_state))
             for part, given in enumerate(() if truncation.cuts else d_last):
                 if given is not None:
                     for d, of_layer in zip(d_state[part::parts], given if stacked else [given]):
                         d += of_layer
             # pieces in which no row is reset but before the first step, from the last one on
-            spans = [(begin, end)] if resets is None else [*resets.spans(begin, end)][::-1]
-            for first, last in spans:
+            spans = [(begin, end)] if resets is None else cuts(begin, end, resets.steps)
+            for first, last in reversed(spans):
                 for stop in range(last, first, -size):
                     span = slice(max(first, stop - size), stop)
-                    d_out, dropout = d_head[span], self._buffers.steps.of_outputs
+                    d_out = d_head[span]
                     if dropout.mask is not None:
                         d_out = dropout.apply(d_out, span)
                     if d_outputs is not None:
@@ -87,7 +176,7 @@ class ThroughTime:
                     if resets is None:
                         self._chunk(span, counting, d_out, d_state)
                         continue
-                    with self._buffers.reset_before(span.start, self._transcript.active):
+                    with self._passed.reset_before(resets, span.start):
                         self._chunk(span, counting, d_out, d_state)
                 if resets is not None and first in resets.steps:
                     self._take_resets(resets, first, d_state)
@@ -107,7 +196,7 @@ class ThroughTime:
         if counting > span.start:  # losses before step `counting` belong to another window
             d_out = d_out.clone()
             d_out[: counting - span.start] = 0
-        gate, steps = self._transcript.gate, self._buffers.steps
+        gate, steps = self._transcript.gate, self._passed.steps
         factors = None if gate is OPEN_GATE else gate.row_factors(span, d_out)
         for layer in reversed(range(1, self._rnn.layers)):
             d_gates = self._layer(layer, span, d_out, factors, d_state)
@@ -133,7 +222,7 @@ class ThroughTime:
         x = self._inputs(layer, span)
         weights = self._weights[4 * layer : 4 * layer + 4]
         before = h[:-1].flatten(0, 1)
-        pre = self._buffers.steps.pre
+        pre = self._passed.steps.pre
         if pre is not None:
             pre = pre[layer, span]
         elif rnn.gates > 1:
@@ -163,7 +252,7 @@ class ThroughTime:
 
     def _inputs(self, layer: int, span: slice) -> Tensor:
         """The inputs of the layer in these steps, [n B, E or H]."""
-        steps = self._buffers.steps
+        steps = self._passed.steps
         if layer == 0:
             rows = steps.table[steps.inputs[span]].to(self._states[0].dtype)
             if steps.of_inputs.mask is not None:
@@ -198,7 +287,7 @@ class ThroughTime:
 
     def state_and_weight_gradients(self, needed: list[bool]) -> list[Tensor | None]:
         """Of the parts of the initial state, then of the weights that the module has."""
-        gradients = module_state(self._rnn, self._d_state, self._buffers.state_dtypes)
+        gradients = module_state(self._rnn, self._d_state, self._passed.state_dtypes)
         for weight, gradient in zip(self._rnn.weights, self._d_weights, strict=True):
             if weight is not None:
                 gradients.append(gradient.to(weight.dtype))
@@ -214,22 +303,14 @@ def pre_activations(
     h: Tensor,  # [M, H]
     weights: list[Tensor],  # weight_ih, weight_hh, bias_ih, bias_hh; an empty bias is none
 ) -> Tensor:
-    """The arguments of the nonlinearities of a layer, [M, 4 H] or [M, H].
-
-    r, z, n's part of x and n's part of h for a GRU; i, f, g, o for an LSTM.
-    """
+    """The arguments of the nonlinearities of a GRU's or an LSTM's layer, [M, 4 H]."""
     w_ih, w_hh, b_ih, b_hh = weights
     from_x, from_h = _matmul(x, w_ih.t()), _matmul(h, w_hh.t())
     for part, bias in ((from_x, b_ih), (from_h, b_hh)):
         if bias.numel():
             part += bias
-    if kind != GRU:
-        return from_x.add_(from_h)
-    rz = 2 * h.shape[1]
-    pre = from_x.new_empty(len(x), 2 * rz)
-    torch.add(from_x[:, :rz], from_h[:, :rz], out=pre[:, :rz])
-    pre[:, rz : rz + rz // 2] = from_x[:, rz:]
-    pre[:, rz + rz // 2 :] = from_h[:, rz:]
+    pre = from_x if kind != GRU else from_x.new_empty(len(x), PRE_ACTIVATIONS * h.shape[1])
+    _operators.add_pre_activations(from_x, from_h, pre)
     return pre
 
 

@@ -1,5 +1,6 @@
-"""A head that is called, since it does more than its formula. It is called at every step, by the
-replays of steps as well, and autograd differentiates the losses."""
+"""The head behind the steps of a callable cell: by its formula, for many steps at once, or called
+at every step, by the replays of steps as well, since it does more; then autograd differentiates the
+losses."""
 
 from __future__ import annotations
 
@@ -9,13 +10,78 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from accumext.decoder import _operators
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP, Model
 from accumext.decoder._objective import Objective
-from accumext.decoder._operators import logits_of
+from accumext.decoder._precision import no_autocast, no_grad_no_autocast
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._transcript import Transcript
-from accumext.recurrence import no_autocast, sample
+from accumext.recurrence import sample
 from accumext.tensors.checks import check_first_order, fail_type, fail_value, type_name
+
+
+class HeadOfSteps:
+    """Takes outputs of the cell as they come. Tokens that the next step waits for are found at
+    once, all else of as many steps together as the workspace holds."""
+
+    def __init__(self, transcript: Transcript, head: FusedCrossEntropy) -> None:
+        tokens, batch = transcript.tokens, transcript.tokens.batch
+        self._transcript, self._head = transcript, head
+        # Where rows end, the transcript chooses among those of each step.
+        whole = transcript.active is None and head.rows >= batch
+        self._finds_tokens = tokens.free_running and whole
+        self._size = head.rows // batch if whole or not tokens.free_running else 1  # steps
+        self._begin = 0  # of the steps that wait
+        self._hidden: list[Tensor] = []  # of them, [n B, H] each
+        self._stats: list[Tensor] = []  # [3, B] each, if their tokens are found
+        self._exps: tuple[Tensor, ...] | None = None  # space for those of each step, [B, V]
+        self._precision = no_autocast(transcript.losses.device)
+
+    def add(self, begin: int, end: int, hidden: Tensor) -> None:
+        """Take the outputs [(end - begin) B, H] of these steps: of one, if tokens wait for it."""
+        hidden = hidden.detach()
+        if self._finds_tokens:
+            # a copy, for the cell may write what it returns again
+            hidden = hidden.to(self._head.dtype, copy=True).contiguous()
+            with self._precision:
+                self._find_tokens(begin, hidden)
+        self._hidden.append(hidden)
+        if end - self._begin >= self._size or end == self._transcript.tokens.steps:
+            self.finish(end)
+
+    def _find_tokens(self, step: int, hidden: Tensor) -> None:
+        transcript, head, at = self._transcript, self._head, step - self._begin
+        tokens, targets = transcript.tokens, transcript.tokens.targets
+        uniforms = transcript.source.uniforms
+        if at == 0:
+            steps = min(self._size, tokens.steps - step)
+            exps = None
+            if not head.of_distributions:
+                exps = head.workspace_slice(steps * tokens.batch)
+            self._exps = None if exps is None else exps.split(tokens.batch)
+        self._stats.append(hidden.new_empty(3, tokens.batch))
+        _operators.head_forward(
+            hidden, head.weight, head.bias, None if targets is None else targets[step],
+            None if uniforms is None else uniforms[step], transcript.source.temperature,
+            None if self._exps is None else self._exps[at], head.logit_rows,
+            transcript.predicted[step], self._stats[-1],
+        )  # fmt: skip
+
+    def finish(self, end: int) -> None:
+        """Find what is left of the steps until `end`."""
+        begin, batch, given = self._begin, self._transcript.tokens.batch, self._hidden
+        self._begin, self._hidden = end, []
+        if not given:
+            return
+        hidden = given[0] if len(given) == 1 else torch.cat(given)
+        with no_grad_no_autocast(hidden.device):
+            if not self._finds_tokens:
+                self._transcript.predict(self._head, begin, end, hidden)
+                return
+            rows = torch.arange(begin * batch, end * batch, device=hidden.device)
+            stats, self._stats = torch.cat(self._stats, 1), []
+            self._transcript.add_rows(self._head, rows, hidden, stats)
 
 
 def called_logits(op: str, model: Model, hidden: Tensor) -> Tensor:
@@ -81,7 +147,7 @@ def losses_of_logits(objective: Objective, logits: Tensor, targets: Tensor, rows
         q, at, hidden, head_weight, bias = objective.soft.operands(rows)
         log_p = (logits / temperature).log_softmax(1)
         if hidden is not None and head_weight is not None:
-            q = (logits_of(hidden, head_weight, bias) / temperature).softmax(1)
+            q = (_operators.logits_of(hidden, head_weight, bias) / temperature).softmax(1)
         elif at is not None:
             log_p = log_p.gather(1, at)
         assert q is not None
@@ -99,23 +165,28 @@ def reduced(transcript: Transcript, losses: Tensor, inverse_divisor: Tensor) -> 
     return losses if none else losses.sum() * inverse_divisor
 
 
+def begin_backward(saved: SavedForBackward, upstream: Tensor) -> None:
+    """Check that there may be a backward pass, and prepare what it goes through."""
+    check_first_order(OP)
+    saved.check_unchanged()
+    saved.model.table.discard_gradients()
+    saved.transcript.gate.begin_backward(upstream)
+
+
 class BeginBackward(torch.autograd.Function):
     """The loss itself, whose backward pass begins here, with checks and the gate of its states.
 
-    The root of the embedding's lookups is an argument, as in `HeadLoss`.
+    The anchor of the embedding's lookups is an argument, as in `HeadLoss`.
     """
 
     @staticmethod
-    def forward(ctx: Any, saved: SavedForBackward, loss: Tensor, root: Tensor) -> Tensor:
+    def forward(ctx: Any, saved: SavedForBackward, loss: Tensor, anchor: Tensor) -> Tensor:
         ctx.saved = saved
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        check_first_order(OP)
         saved: SavedForBackward = ctx.saved
-        saved.check_unchanged()
-        saved.model.table.discard_gradients()
-        saved.transcript.gate.begin_backward(upstream)
+        begin_backward(saved, upstream)
         needs_root = ctx.needs_input_grad[2]
         return None, upstream, saved.model.table.weight.new_zeros(0) if needs_root else None

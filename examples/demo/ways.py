@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import functools
 import math
@@ -13,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext.demo.memory import peak_memory
-from accumext.demo.report import BUDGET_STEPS, MemoryPoint, Record, Row, Settings
-from accumext.demo.text import OPENING
-from accumext.demo.train import Reciter
+from accumext._peak_memory import peak_memory
+
+from .reciter import Reciter
+from .report import BUDGET_STEPS, Record, Row
+from .text import OPENING
 
 TOTAL_SECONDS = 120.0  # no repetition begins later, but for the first one
 _REPETITIONS = 3
@@ -34,61 +36,52 @@ def with_accumext(model: Reciter, texts: Tensor, tokens: Tensor) -> Tensor:
     return out.loss.detach()
 
 
-def with_plain_pytorch(model: Reciter, texts: Tensor, tokens: Tensor) -> Tensor:
-    """The losses of all steps in one graph, one backward pass; exact gradients."""
-    state, losses = model.encode(texts), []
-    for token, target in zip(tokens, texts[OPENING:], strict=True):
-        state = model.cell(model.embedding(token), state)
-        losses.append(F.cross_entropy(model.head(state), target))
-    loss = torch.stack(losses).mean()
-    loss.backward()
-    return loss.detach()
-
-
-def with_backward_per_token(model: Reciter, texts: Tensor, tokens: Tensor) -> Tensor:
-    """A backward pass after every step, and a detached state: nothing flows back in time."""
+def by_hand(model: Reciter, texts: Tensor, tokens: Tensor, per_token: bool) -> Tensor:
+    """One backward pass over the losses of all steps: exact gradients. Or one after every step,
+    with a detached state: nothing flows back in time."""
     state, total = model.encode(texts), torch.zeros((), device=texts.device)
     for token, target in zip(tokens, texts[OPENING:], strict=True):
         state = model.cell(model.embedding(token), state)
         loss = F.cross_entropy(model.head(state), target) / len(tokens)
-        loss.backward()
-        state = state.detach()
-        total += loss.detach()
-    return total
+        if per_token:
+            loss.backward()
+            state, loss = state.detach(), loss.detach()
+        total = total + loss
+    if not per_token:
+        total.backward()
+    return total.detach()
 
 
 WAYS: dict[str, Way] = {
     "accumext.decode_loss": with_accumext,
-    "plain PyTorch": with_plain_pytorch,
-    "backward per token": with_backward_per_token,
+    "plain PyTorch": functools.partial(by_hand, per_token=False),
+    "backward per token": functools.partial(by_hand, per_token=True),
 }
 
 
-def compare(
-    model: Reciter, texts: Tensor, settings: Settings, record: Record, curve: bool = False
-) -> None:
+def compare(model: Reciter, texts: Tensor, args: argparse.Namespace, record: Record) -> None:
     """Measure every way on one batch, in float32, fed the model's own tokens.
 
     accumext predicts them as it goes. The other two replay them, which spares them the argmax.
     Exact is plain autograd in float64 on the same tokens. The ways take turns, so that whatever
-    else the machine does slows all of them alike. With `curve`, memory on the first steps as well.
+    else the machine does slows all of them alike. For a plot, memory on the first steps as well.
     """
     with torch.no_grad():
         tokens = model.decode(texts, "greedy").inputs
     record.say("comparing on docstrings that it has not seen: exact gradients in float64")
     exact = exact_gradients(model, texts, tokens)
     length = len(tokens)
-    lengths = sorted({max(1, length * n // 8) for n in _CURVE if curve} - {length})
+    lengths = {max(1, length * n // 8) for n in _CURVE if args.plot is not None} | {length}
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
         for name, way in WAYS.items():
             record.say(f"comparing: gradients and memory of {name}")
-            for steps in (*lengths, length):
+            memory: dict[int, int] = {}
+            for steps in sorted(lengths):
                 model.zero_grad()
                 run = functools.partial(way, model, texts[: OPENING + steps], tokens[:steps])
-                record.memory.append(MemoryPoint(name, steps, peak_memory(run, texts.device)))
-            peak = record.memory[-1].peak_memory
+                memory[steps] = peak_memory(run, texts.device)
             distance = relative_distance(gradients(model), exact)
-            record.comparison.append(Row(name, peak, distance))
+            record.comparison.append(Row(name, memory, distance))
         times: dict[str, list[float]] = {name: [] for name in WAYS}
         while record.repetitions < _REPETITIONS:
             if record.repetitions and record.elapsed() >= TOTAL_SECONDS:
@@ -98,7 +91,7 @@ def compare(
                 model.zero_grad()
                 begin = time.perf_counter()
                 row.loss = float(WAYS[row.name](model, texts, tokens))  # waits for the device
-                if settings.device == "cuda":
+                if args.device == "cuda":
                     torch.cuda.synchronize()
                 times[row.name].append(time.perf_counter() - begin)
                 row.seconds = statistics.median(times[row.name])

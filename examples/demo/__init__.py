@@ -1,23 +1,23 @@
-"""The demo's command line."""
+"""`python -m accumext demo`: a decoder learns docstrings by heart, beside plain PyTorch."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import platform
-import shutil
 import sys
-import textwrap
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 import accumext
-from accumext.demo.compare import TOTAL_SECONDS, compare
-from accumext.demo.report import Record, Settings, summary, write_json, write_plot
-from accumext.demo.text import OPENING, Refused, load_text
-from accumext.demo.train import TRAINING_SECONDS, Reciter, train
+
+from .reciter import TRAINING_SECONDS, Reciter, train
+from .report import Record, filled, summary, write_plot
+from .text import OPENING, Refused, load_text
+from .ways import TOTAL_SECONDS, compare
 
 REFUSED = 2  # exit code of options that cannot be followed, as argparse has it
 
@@ -39,16 +39,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(%(default)s)",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="cuda where there is one")
-    parser.add_argument(
-        "--batch", type=_positive, default=16, help="docstrings to learn (%(default)s)"
-    )
-    parser.add_argument(
-        "--length", type=_positive, default=96, help="words of each to recite (%(default)s)"
-    )
-    parser.add_argument(
-        "--hidden", type=_positive, default=128, help="size of states (%(default)s)"
-    )
-    parser.add_argument("--vocab", type=_positive, default=50_000, help="words known (%(default)s)")
+    for name, default, meaning in (
+        ("batch", 16, "docstrings to learn"),
+        ("length", 96, "words of each to recite"),
+        ("hidden", 128, "size of states"),
+        ("vocab", 50_000, "words known"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=_positive, default=default, help=f"{meaning} (%(default)s)"
+        )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     parser.add_argument(
         "--plot",
@@ -64,21 +63,21 @@ def main(args: argparse.Namespace) -> int:
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if accumext.backend() == "reference":  # compiles kernels if need be, before the clock runs
-        _print(accumext.backend_reason())
-    settings = Settings(**{field.name: getattr(args, field.name) for field in fields(Settings)})
-    record = Record(settings, {"python": platform.python_version(), "torch": torch.__version__})
+        print(filled(accumext.backend_reason()), flush=True)
+    record = Record(args, {"python": platform.python_version(), "torch": torch.__version__})
     try:
         _check(args)
-        _run(settings, record, curve=args.plot is not None)
+        _run(args, record)
     except Refused as refusal:
         print(refusal, file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         record.interrupted = True
     record.seconds = record.elapsed()
-    print(summary(record, shutil.get_terminal_size().columns))
+    print(summary(record))
     if args.json is not None:
-        write_json(record, args.json)
+        known = asdict(record) | {"settings": {n: v for n, v in vars(args).items() if n != "run"}}
+        args.json.write_text(json.dumps(known, indent=2, default=str) + "\n", encoding="utf-8")
     if args.plot is not None:
         write_plot(record, args.plot)
     if record.interrupted:
@@ -105,30 +104,26 @@ def _check(args: argparse.Namespace) -> None:
             ) from None
 
 
-def _run(settings: Settings, record: Record, curve: bool) -> None:
-    length, batch = settings.length, settings.batch
-    if settings.steps is None:
-        _print(
+def _run(args: argparse.Namespace, record: Record) -> None:
+    if args.steps is None:
+        about = (
             f"This takes about {TOTAL_SECONDS / 60:.0f} minutes: {TRAINING_SECONDS:.0f} s of "
             "learning, however many steps that is, then a comparison with plain PyTorch."
         )
-    text = load_text(settings.vocab, length, 2 * batch, settings.seed)
-    _print(
-        f"A GRU learns {batch} docstrings of Python {record.versions['python']}'s standard library "
-        f"by heart: it reads the first {OPENING} words and says the next {length}, one of "
-        f"{settings.vocab:,} words each time. These docstrings use {text.used:,}; the others are "
-        f"{'the most frequent' if len(text.words) == settings.vocab else 'all'} words of the "
+        print(filled(about), flush=True)
+    text = load_text(args.vocab, args.length, 2 * args.batch, args.seed)
+    about = (
+        f"A GRU learns {args.batch} docstrings of Python {record.versions['python']}'s standard "
+        f"library by heart: it reads the first {OPENING} words and says the next {args.length}, "
+        f"one of {args.vocab:,} words each time. These docstrings use {text.used:,}; the others "
+        f"are {'the most frequent' if len(text.words) == args.vocab else 'all'} words of the "
         f"library's source, {len(text.words):,} in all."
     )
-    torch.manual_seed(settings.seed)
-    model = Reciter(settings.vocab, settings.hidden).to(settings.device)
-    train(model, text, settings, record)
-    unseen = text.docstrings[:, batch:].to(settings.device)
-    compare(model, unseen, settings, record, curve)
-
-
-def _print(text: str) -> None:
-    print(textwrap.fill(text, shutil.get_terminal_size().columns), flush=True)
+    print(filled(about), flush=True)
+    torch.manual_seed(args.seed)
+    model = Reciter(args.vocab, args.hidden).to(args.device)
+    train(model, text, args, record)
+    compare(model, text.docstrings[:, args.batch :].to(args.device), args, record)
 
 
 def _positive(text: str) -> int:

@@ -1,0 +1,59 @@
+"""The arguments of a call of `decode_loss` or `decode_memory`, checked and in groups."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from accumext.decoder._model import OP, Arguments, Model, model_from
+from accumext.decoder._objective import Objective, objective_from
+from accumext.decoder._plan import Plan, plan_from
+from accumext.decoder._tokens import Tokens, tokens_from
+from accumext.ops.wgrad_fusion import may_fuse
+from accumext.recurrence import WHOLE, Truncation
+
+
+class Call(NamedTuple):
+    """The arguments of a call in frozen groups. Nothing is drawn yet."""
+
+    model: Model
+    tokens: Tokens
+    objective: Objective
+    truncation: Truncation
+    plan: Plan
+    return_outputs: bool
+
+
+def call_from(given: Arguments, has_data: bool = True) -> Call:
+    """Check the arguments, whose tensors have steps first."""
+    model = model_from(OP, given, has_data)
+    tokens = tokens_from(model, given)
+    objective = objective_from(tokens, model.head_weight, given)
+    k1, k2, clip, truncation = given["k1"], given["k2"], given["state_grad_clip"], WHOLE
+    if given["truncation"] != "fixed" or not k1 is k2 is clip is None:
+        truncation = Truncation.of(OP, k1, k2, given["truncation"], clip)
+    in_forward = objective.reduction != "none" and not may_fuse(model.head_weight)
+    plan = plan_from(
+        given["memory_budget"], shape=tokens.shape, words=len(model.head_weight),
+        device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
+        gradients_in_forward=in_forward, rnn=model.rnn,
+    )  # fmt: skip
+    return Call(model, tokens, objective, truncation, plan, given["return_outputs"])
+
+
+def steps_first(given: Arguments) -> dict[str, Any]:
+    """The arguments of a call with `batch_first` as those of a call without it."""
+    turned = dict(given)
+    for name in ("targets", "inputs", "feedback", "token_weight", "resets"):
+        value = given[name]
+        if isinstance(value, Tensor) and value.dim() in (2, 3):
+            turned[name] = value.transpose(0, 1)
+    if isinstance(given["soft_targets"], (tuple, list)):
+        turned["soft_targets"] = tuple(map(_soft_steps_first, given["soft_targets"]))
+    return turned
+
+
+def _soft_steps_first(value: Any) -> Any:
+    """One of the soft targets, [B, T, K], as [T, B, K]; what a head has stays as it is."""
+    return value.transpose(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value

@@ -1,0 +1,329 @@
+"""The engine of one optimizer: its parts, and the only place where its state is replaced."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
+from threading import get_ident
+from typing import Any, cast
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from accumext.master_weights import SteppedTensors
+from accumext.ops.wgrad_fusion import MainGrads
+from accumext.optimizer._grads import clear_grads, is_none, note_gone, present
+from accumext.optimizer._ledger import Ledger
+from accumext.optimizer._report import Name
+from accumext.optimizer._settings import OP, Settings
+from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
+from accumext.tensors.checks import message, users_level
+from accumext.tensors.kinds import HALF_DTYPES, Group, nonfinite
+from accumext.tensors.scalars import Scalar
+
+ALIVE: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id
+
+# Those whose `backward` has left gradients in `.grad`, where others that hold the parameters look.
+LEAVING: WeakValueDictionary[int, Engine] = WeakValueDictionary()
+
+
+def engines_alive(among: WeakValueDictionary[int, Engine] = ALIVE) -> list[Engine]:
+    """Return those of all optimizers, also while other threads make some."""
+    return [engine for reference in among.valuerefs() if (engine := reference()) is not None]
+
+
+def others_of(engine: Engine) -> list[Engine]:
+    """Return those of other optimizers that have taken gradients of the same parameters."""
+    mine = set(map(id, engine.tensors.parameters()))
+    return [
+        other
+        for other in engines_alive()
+        if other is not engine
+        and (other.state.micro_batches or other.state.last)
+        and not mine.isdisjoint(map(id, other.tensors.parameters()))
+    ]
+
+
+@atexit.register
+def _warn_at_exit() -> None:
+    for engine in engines_alive():
+        engine.warn_of_loss()
+
+
+# What cannot be called in a phase, and the rest of the error's sentence: what is called must be
+# what, got what, and what to do.
+_ALONE = ("come after step or discard", "one for a window that is summed over processes already")
+_SENT = (
+    {"backward", "accumulate", "micro_batch", "take", "accumulation_state_dict", "__getstate__"},
+    (*_ALONE, "With reduce_in_backward=True a micro-batch has one backward pass"),
+)
+_REFUSED: dict[Phase, tuple[set[str], tuple[str, ...]]] = {
+    Phase.INSIDE: (
+        {"accumulate", "micro_batch", "step", "flush", "discard", "load_accumulation_state_dict"},
+        ("be outside micro_batch()", "one inside"),
+    ),
+    Phase.SENDING: _SENT,
+    Phase.SUMMED: _SENT,
+}
+
+
+class Reducer(ABC):
+    """Makes the window of this process that of all. What one kind alone needs does nothing here."""
+
+    group: Group | None = None  # over which sums are added
+    base_weight: Scalar | None = None  # all processes': losses are multiplied by weights over it
+    checked: tuple[Settings, Tensor] | None = None  # settings that all have, as numbers, too
+
+    @property
+    @abstractmethod
+    def shared(self) -> bool:
+        """Tell whether other processes have a part in windows."""
+
+    @abstractmethod
+    def close(self, op: str, engine: Engine, flushing: bool) -> bool:
+        """Make the open window that of all processes; False if there is nothing in it."""
+
+    def begin(self, op: str, engine: Engine) -> None:
+        """Get ready for gradients; raise for those that are not what a window is summed of."""
+
+    def agreed(self, agreed: Any) -> None:
+        """Take note of the numbers of all processes."""
+
+    def closed(self) -> None:
+        """Take note that all processes have closed a window."""
+
+    def collect(self, op: str, engine: Engine) -> None:
+        """Add to the window what is held elsewhere."""
+
+    def drop(self) -> None:
+        """Forget what is held elsewhere. May be called again after an exception."""
+
+    def refuse_while_held(self, op: str) -> None:
+        """Raise for what needs the gradients of the window while they are held elsewhere."""
+
+    def holding(
+        self, op: str, engine: Engine, model: nn.Module | None
+    ) -> AbstractContextManager[None]:
+        """Return the context of a micro-batch of this model."""
+        return nullcontext()
+
+    def share(self, group: Group | None) -> None:
+        """Sum windows over this group from here on; None: over the one so far."""
+        if group is not None:
+            self.group = None if group.size() == 1 else group
+
+    def copy(self) -> Reducer:
+        """Return one for a copy, which has the group of its settings alone."""
+        new = copy(self)
+        new.group = new.checked = None
+        return new
+
+
+class Engine:
+    """What an AccumulatingOptimizer is made of. Never replaced: trainers copy the attributes of an
+    optimizer."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        settings: Settings,
+        target: SteppedTensors,
+        reducer: Reducer,
+        watch: Any,
+    ) -> None:
+        self.optimizer = optimizer  # the wrapped one
+        self.tensors = target  # what it steps on
+        self.state = State()
+        self.settings = settings
+        self.reducer = reducer
+        reducer.share(settings.process_group)
+        self.warned = set[str]()  # of what: each once
+        self.watch = watch  # the Watch of the first windows, then None
+        self.main_grads = MainGrads(self, target.parameters())
+        self.thread = get_ident()  # that made it, or used it last
+        self.leaves = False  # whether it is one of LEAVING
+        ALIVE[id(self)] = self
+
+    def __getstate__(self) -> dict[str, Any]:
+        op = f"{OP}.__getstate__"
+        self.refuse(op)
+        self.reducer.refuse_while_held(op)
+        group: Any = self.settings.process_group
+        if group is not None and group is not dist.group.WORLD:
+            contract = "be the default group to be copied or pickled"
+            raise RuntimeError(message(OP, "process_group", contract, "another"))
+        group = None if group is None else "default"
+        window = self.window_out_of_grad()
+        state = State(  # copies come without `.grad`, and share no model's group
+            window=window,
+            last=self.state.last,
+            stepped=self.state.stepped,
+            accumulated=self.state.accumulated,
+            saved=window.ledger.micro_batches,  # the original is there to step on them
+        )
+        gone = dict.fromkeys(("main_grads", "watch"))
+        settings = self.settings._replace(process_group=group)
+        mine = {"settings": settings, "state": state, "reducer": self.reducer.copy()}
+        return {**vars(self), **mine, **gone}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.settings.process_group is not None:  # that of the process that unpickles
+            self.settings = self.settings._replace(process_group=dist.group.WORLD)
+        self.reducer.share(self.settings.process_group)
+        self.main_grads = MainGrads(self, self.tensors.parameters())
+        self.thread, self.leaves = get_ident(), False
+        ALIVE[id(self)] = self
+
+    def __del__(self) -> None:
+        # At the end of a program this module may be gone before its objects.
+        if sys is not None and not sys.is_finalizing() and "state" in vars(self):
+            self.warn_of_loss()
+            if any(self.state.consumed.ours):
+                note_gone(self.state.consumed, self.tensors.parameters())
+
+    # The state
+
+    def update(self, **changes: Any) -> None:
+        """Replace parts of the state."""
+        self.state = self.state._replace(**changes)
+
+    def commit(self, state: State, emptied: Sequence[Tensor] = (), drops: bool = False) -> None:
+        """Replace the state, empty `.grad` of these parameters, and with `drops` what the reducer
+        holds; after an exception all of that or nothing."""
+
+        def rest() -> None:
+            clear_grads(emptied)
+            if drops:
+                self.reducer.drop()
+
+        try:
+            self.state = state
+            rest()
+        except BaseException:
+            if self.state is state:
+                rest()
+            raise
+
+    def drop(self, successor: Window = NO_WINDOW) -> None:
+        """Start another window. A sum that is on its way ends first, as other ranks expect."""
+        state = self.state
+        after = state._replace(
+            window=successor, micro_batch=None, sending=None, accumulated=False, other_pass=None
+        )
+        self.commit(after, self.tensors.parameters() if state.in_grad else (), drops=True)
+        if state.sending is not None:
+            state.sending.buckets.abandon()
+
+    def refuse(self, op: str, method: str | None = None) -> None:
+        """Raise for a method that cannot be called in the phase of the window."""
+        method = method or op.rpartition(".")[2]
+        for phase in self.state.phases():
+            methods, sentence = _REFUSED.get(phase, ((), ()))
+            if method in methods:
+                raise RuntimeError(message(op, "the call", *sentence))
+
+    def window_out_of_grad(self) -> Window:
+        """Return the open window as it is without `.grad`."""
+        window, parameters = self.state.window, self.tensors.parameters()
+        out = window.out_of_grad(parameters)
+        if not (self.state.in_grad and self.settings.policy.leaves_out):
+            return out
+        ledger = window.ledger
+        if nonfinite(present(out.sums)):  # it is looked at here
+            left = Ledger(ledger.micro_batches, 0.0, loss_scale=ledger.loss_scale, found_inf=1.0)
+            return Window(ledger=left, unreduced=window.unreduced)
+        return out._replace(ledger=ledger._replace(counted=1.0))
+
+    def forget_evidence(self) -> None:
+        """Gradients change: the last report cannot look into them any more."""
+        if self.state.last is not None:
+            self.state.last.evidence = None
+
+    # What it is made of
+
+    def names(self) -> dict[Tensor, Name]:
+        """Names of parameters and masters, if the optimizer was given any, else indices."""
+        names: list[Name] = []
+        for group in self.optimizer.param_groups:
+            indices = range(len(names), len(names) + len(group["params"]))
+            given = group.get("param_names")
+            named = isinstance(given, (list, tuple)) and len(given) == len(indices)
+            names += cast(list[Name], given) if named else indices
+        lists = self.tensors.parameters(), self.tensors.stepped_on()
+        return {p: name for several in lists for p, name in zip(several, names, strict=True)}
+
+    @property
+    def keeps_at_once(self) -> bool:
+        """True if the next micro-batch is all that the window will hold."""
+        one = self.settings.window == 1 and self.reducer.group is None
+        return one and not self.state.window.ledger.micro_batches
+
+    @property
+    def keeps_in_grad(self) -> bool:
+        """True if the next micro-batch stays in `.grad`, where the optimizer finds it."""
+        return self.tensors.is_parameters and self.keeps_at_once
+
+    def expects_sum(self, parameter: Tensor) -> bool:
+        """Tell whether the next backward pass adds to a sum of this parameter that is there."""
+        settings = self.settings
+        if self.settings.policy.apart or settings.needs_closure:
+            return False
+        if settings.accumulate_in_backward and parameter.dtype in HALF_DTYPES:
+            return True  # it is made in float32
+        if not self.state.through_backward:  # nor will the next: it would be formed for nothing
+            return False
+        parameters = self.tensors.parameters()
+        index = next((i for i, p in enumerate(parameters) if p is parameter), None)
+        if index is None or self.state.in_grad:
+            return index is not None and parameter.grad is not None
+        return self.state.window.of(parameters).sums[index] is not None
+
+    # Warnings
+
+    def nothing_to_clip(self) -> None:
+        """Warn: `clip_grad_norm_` has found no gradient."""
+        if self.state.micro_batches:
+            self.warn_once(
+                "clip",
+                "clip_grad_norm_ found no gradient to clip, because it lies in the window. Leave "
+                "the call out, and pass max_norm to the optimizer",
+            )
+
+    def warn_of_loss(self) -> None:
+        """Warn at the end of the optimizer or the program of gradients that no step has used."""
+        state = self.state
+        holds = state.in_grad or not all(map(is_none, state.window.sums))
+        if holds and state.micro_batches > state.saved and not hasattr(sys, "last_type"):
+            self.update(saved=state.micro_batches)
+            text = (
+                f"{OP}: it ended with micro-batches in its window that no step has used, "
+                f"{state.micro_batches}. Call opt.flush() after the last batch, or opt.discard()"
+            )
+            warnings.warn(text, stacklevel=2)
+
+    def warn_once(self, topic: str, text: str) -> None:
+        """Warn, the first time, of the user's line."""
+        if topic not in self.warned:
+            self.warned.add(topic)
+            warnings.warn(f"{OP}: {text}", stacklevel=users_level())
+
+
+_DROPPED = "the open window was dropped"
+
+
+def explain(error: BaseException, note: str) -> None:
+    """Say on an exception's way out, once, what has become of the window."""
+    if any(_DROPPED in said for said in getattr(error, "__notes__", ())):
+        return
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    elif isinstance(error, Exception):  # Python 3.10; Ctrl-C stays what it is
+        raise RuntimeError(note) from error

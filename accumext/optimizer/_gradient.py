@@ -1,0 +1,263 @@
+"""The gradient of a window, made of its sums: measured in one read, and multiplied in place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from accumext import ops
+from accumext.ops.any_tensors import global_norm
+from accumext.optimizer._grads import grads_of, is_none, present
+from accumext.optimizer._ledger import Quotient, StepFactors, step_factors
+from accumext.optimizer._settings import Settings
+from accumext.optimizer._sums import multiply, products
+from accumext.optimizer._window import Phase, Window
+from accumext.tensors import memory_overlap
+from accumext.tensors.kinds import (
+    coalesced,
+    dtype_of,
+    fit_one_call,
+    local_tensors,
+    zero_flag,
+)
+from accumext.tensors.scalars import Scalar, divide, on_device, to_device
+
+_WIDE = {torch.float64, torch.complex128}
+
+
+class InPlace:
+    """Multiplications of gradients in place, of which an exception can be told."""
+
+    def __init__(self) -> None:
+        self.done: list[Any] = []  # something as soon as they are multiplied
+        self._tensors: Sequence[Tensor] = ()
+        self._factor: Scalar = 1.0
+
+    def multiply(self, tensors: Sequence[Tensor], factor: Scalar, one_call: bool) -> None:
+        """Multiply, and note it in the same moment."""
+        self._tensors, self._factor = tensors, factor
+        if one_call and not isinstance(factor, Tensor):
+            torch.autograd.graph.increment_version(tensors)
+            self.done.extend(map(partial(ops.SCALE, tensors), (factor,)))
+        else:
+            multiply(self.done, tensors, factor)
+
+    def multiply_and_measure(
+        self, tensors: Sequence[Tensor], factor: Scalar, number: Scalar, found_inf: Tensor
+    ) -> Tensor:
+        """Multiply by a number, that of the factor as their device takes it. Returns the norm."""
+        self._tensors, self._factor = tensors, factor
+        ops.accumulate_recorded(
+            self.done, tensors, tensors, inv_scale=number, found_inf=found_inf, overwrite=True
+        )
+        norm: Tensor = self.done[0]
+        return norm
+
+    def undo(self) -> None:
+        """Leave the same gradient, up to a rounding."""
+        if self.done:
+            multiply([], self._tensors, divide(1.0, self._factor))
+
+
+class Sums(NamedTuple):
+    """The sums of a window as operands."""
+
+    grads: Sequence[Tensor | None]  # by parameter
+    tensors: Sequence[Tensor]  # those that are there
+    in_grad: bool  # they are the user's
+    one_call: bool
+    device: torch.device
+    dtype: torch.dtype  # of their norm
+
+    @classmethod
+    def in_window(cls, window: Window, parameters: Sequence[Tensor]) -> Sums:
+        """Find what a window that is in the order of the parameters holds."""
+        in_grad = window.phase is Phase.IN_GRAD
+        grads = grads_of(parameters) if in_grad else window.sums
+        tensors: Any = present(grads) if any(map(is_none, grads)) else grads
+        device = tensors[0].device if tensors else torch.device("cpu")
+        wide = not _WIDE.isdisjoint(map(dtype_of, tensors))
+        dtype = torch.float64 if wide else torch.float32
+        one_call = fit_one_call(tensors)
+        if not one_call:  # norms need what lies in several places to be summed
+            grads = [None if g is None else coalesced(g) for g in grads]
+            tensors = present(grads)
+        return cls(grads, tensors, in_grad, one_call, device, dtype)
+
+    def norm(self, norm_type: float, inv_scale: Scalar, found_inf: Tensor) -> Tensor:
+        """Return the norm of what they are times a factor."""
+        norm_of = ops.total_norm if self.one_call else global_norm
+        return norm_of(self.tensors, norm_type=norm_type, inv_scale=inv_scale, found_inf=found_inf)
+
+    def casts(self, stepped_on: Sequence[Tensor]) -> list[int]:
+        """Return the indices of those of another dtype than what is stepped on: float32 for a
+        half."""
+        grads = self.grads
+        if self.tensors is grads and all(map(is_, map(dtype_of, grads), map(dtype_of, stepped_on))):
+            return []
+        pairs = enumerate(zip(grads, stepped_on, strict=True))
+        return [i for i, (grad, p) in pairs if grad is not None and grad.dtype != p.dtype]
+
+    def may_write(self) -> bool:
+        """Tell whether they may be multiplied in place. The sums are the window's own; a tensor in
+        `.grad` may share memory, be of inference mode, or be computed as it is read."""
+        if not self.in_grad:
+            return True
+        parts = local_tensors(self.tensors)
+        for apart in (Tensor.is_inference, Tensor.is_neg, Tensor.is_conj):
+            if any(map(apart, parts)):
+                return False
+        return not memory_overlap.any_shared(parts)
+
+
+class Measured(NamedTuple):
+    """What the step needs to know of the sums."""
+
+    factors: StepFactors
+    dtype: torch.dtype  # of the norm
+
+
+def measure(
+    sums: Sums,
+    window: Window,
+    settings: Settings,
+    in_place: InPlace,
+    stepped_on: Sequence[Tensor],
+    fused: bool,  # whether the optimizer divides, and may be told by a device not to step
+    divides: bool,  # whether it may divide gradients of any kind
+) -> Measured:
+    """Find norm, check, clip coefficient and factor, in at most one read of the gradients; multiply
+    in the same pass by what is known before the norm, if that is all."""
+    quotient, norm_type = window.ledger.quotient(settings.reduction), settings.norm_type
+    norm, overflow, normalised = None, None, False
+    plain = norm_type == 2.0 and sums.one_call and bool(sums.tensors)
+    if window.norm is not None and norm_type == 2.0 and not sums.in_grad:
+        norm = window.norm
+    elif not plain or (
+        settings.max_norm is None
+        and not divides
+        and _multiplies(quotient)
+        and not sums.casts(stepped_on)
+        and sums.may_write()
+    ):
+        norm, overflow = _normalised(sums, quotient, norm_type, in_place if plain else None)
+        normalised = True
+    checks_norm = settings.max_norm is not None or (norm is not None and not normalised)
+    dtype, retries = sums.dtype, 1 if normalised else 2
+    while True:
+        factors = step_factors(
+            window.ledger,
+            quotient,
+            settings.max_norm,
+            device=sums.device,
+            sums=sums.tensors,
+            norm=norm,
+            overflow=overflow,
+            normalised=normalised,
+            checks_norm=checks_norm,  # one that overflowed makes all zero
+        )
+        if factors.inverse is not None and not fused:
+            factors = factors._replace(skip=to_host(factors.skip))
+        found, skip = factors.norm, factors.skip
+        if factors.inverse is not None and (on_device(skip) or not skip):
+            return Measured(factors, dtype)
+        if math.isfinite(found) or not retries or (overflow is not None and overflow):
+            return Measured(factors, dtype)
+        # Powers may have overflowed where those of a multiple of the gradient do not.
+        retries -= 1
+        if retries:
+            norm, overflow = _normalised(sums, quotient, norm_type)
+        else:
+            scale = 1.0 if in_place.done else quotient.value()
+            norm, overflow, dtype = *_rescaled(sums, scale, norm_type), torch.float64
+        normalised, checks_norm = True, settings.max_norm is not None
+
+
+def to_host(flag: Scalar) -> Scalar:
+    """Wait for a flag, but of tensors without values."""
+    if on_device(flag):
+        return 0.0 if flag.is_meta else float(bool(flag))
+    return flag
+
+
+def _multiplies(quotient: Quotient) -> bool:
+    """Tell whether there is anything to multiply by before the norm is known."""
+    if quotient.on_device:
+        return True
+    factor = quotient.value()
+    return on_device(factor) or (math.isfinite(factor) and factor != 1.0)
+
+
+def _normalised(
+    sums: Sums, quotient: Quotient, norm_type: float, in_place: InPlace | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the norm of the normalised gradient, and whether it is not finite. The same pass
+    multiplies it `in_place`."""
+    factor, flag = quotient.value(), zero_flag(sums.device)
+    finite = on_device(factor) or math.isfinite(factor)  # else all is skipped anyway
+    number = to_device(sums.device, factor if finite else 1.0)
+    if in_place is not None:
+        return in_place.multiply_and_measure(sums.tensors, factor, number, flag), flag
+    return sums.norm(norm_type, number, flag), flag
+
+
+def _rescaled(sums: Sums, factor: Scalar, norm_type: float) -> tuple[Tensor, Tensor]:
+    """Return the same in float64 if powers of the elements have overflowed: of the gradient over
+    its largest element, times that. It reads twice, and the device."""
+    factor, flag = to_device(sums.device, factor), zero_flag(sums.device)
+    largest = float(sums.norm(math.inf, factor, flag))
+    least = torch.finfo(sums.dtype).tiny  # a subnormal number would lose digits
+    inverse = max(float(factor) / largest, least)
+    norm = sums.norm(norm_type, inverse, flag)
+    return norm.double() * (float(factor) / inverse), flag
+
+
+class Formed(NamedTuple):
+    """The gradient as the optimizer is to see it."""
+
+    grads: Sequence[Tensor | None]
+    divisor: Scalar = 1.0  # that is left to it
+    rounded: Sequence[Tensor] = ()  # norms of gradients that were rounded to half precision
+
+
+def form(
+    sums: Sums,
+    measured: Measured,
+    in_place: InPlace,
+    stepped_on: Sequence[Tensor],
+    fused: bool,
+) -> Formed:
+    """Multiply the sums: in place, in new memory if they are cast or may not be written, or by
+    leaving it to the optimizer."""
+    factor, casts = measured.factors.factor, sums.casts(stepped_on)
+    one = measured.factors.inverse is None and factor == 1.0
+    if in_place.done or (one and not casts):
+        return Formed(sums.grads)
+    # A fused kernel divides by a float32 and writes the quotients back.
+    dense = sums.one_call or not any(grad.is_sparse for grad in sums.tensors)
+    folds = fused and dense and not casts and measured.dtype == torch.float32
+    everything = sums.in_grad and not sums.may_write()
+    if folds and not everything:
+        inverse = measured.factors.inverse
+        return Formed(sums.grads, divide(1.0, factor) if inverse is None else inverse)
+    grads: Any = sums.grads
+    tensors, norms = sums.tensors, list[Tensor]()
+    if casts or everything:
+        grads = list(grads)
+        rest = [i for i, g in enumerate(grads) if g is not None and i not in set(casts)]
+        for indices in (casts, rest if everything else []):
+            dtypes = [stepped_on[i].dtype for i in indices]
+            made, found = products([grads[i] for i in indices], dtypes, factor)
+            norms += found if indices is casts else []
+            for i, product in zip(indices, made, strict=True):
+                grads[i] = product
+        tensors = [] if everything else [grads[i] for i in rest]
+    if not one:
+        in_place.multiply(tensors, factor, sums.one_call)
+    return Formed(grads, rounded=norms)

@@ -1,0 +1,190 @@
+"""The numbers of a window, and those of its step, which one operator finds from the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from accumext import ops
+from accumext.ops import reference
+from accumext.tensors import scalars
+from accumext.tensors.checks import Reduction
+from accumext.tensors.scalars import Scalar, as_tensor, equals, maximum, on_device, sent
+
+_NOT_FOUND: Scalar = 0.0  # nobody has looked
+
+
+class Ledger(NamedTuple):
+    """The numbers of a window: floats if the host knows them all, else some are 0-dim tensors.
+
+    `sums[i] = base_scale / base_weight * sum(weight_k * grad_k[i])` over its micro-batches k.
+
+    | number | is |
+    |---|---|
+    | `micro_batches` | how many came in here |
+    | `counted` | how many of them count, if others are left out; None: all of them |
+    | `of_all` | how many count on all processes, once the window is summed over them |
+    | `weight` | the sum of the weights that count |
+    | `base_weight` | what the sums are relative to; None while every weight was the number zero |
+    | `base_scale` | the loss scale that the sums carry: that of the first micro-batch |
+    | `loss_scale` | the loss scale of the latest micro-batch |
+    | `found_inf` | 1 if somebody found an inf or NaN in what came in |
+    """
+
+    micro_batches: int = 0
+    counted: Scalar | None = None
+    of_all: Scalar | None = None
+    weight: Scalar = 0.0
+    base_weight: Scalar | None = None
+    base_scale: Scalar = 1.0
+    loss_scale: Scalar = 1.0
+    found_inf: Scalar = _NOT_FOUND
+
+    def with_micro_batch(
+        self,
+        weight: Scalar,
+        scale: Scalar,
+        base: Scalar | None = None,
+        found_inf: Scalar | None = None,
+    ) -> tuple[Ledger, Scalar]:
+        """Count a micro-batch whose loss had this scale. The first sets both bases.
+
+        Args:
+            base: the base of the weights, if it is known without looking at any.
+            found_inf: what somebody else found in the gradients, if anybody has looked.
+
+        Returns:
+            Also `weight / base_weight`: by this and `base_scale` its gradients are multiplied.
+        """
+        first = self.base_weight is None
+        ratio: Scalar = 1.0
+        if not first or base is not None:
+            base = base if first else self.base_weight
+            ratio = 1.0 if weight is base else weight / base  # type: ignore[operator]
+        elif isinstance(weight, Tensor):  # the base divides: it is no zero of the device
+            base, ratio = torch.where(weight > 0, weight, 1.0), (weight > 0).double()
+        elif weight == 0.0:
+            ratio = 0.0
+        else:
+            base = weight
+        after = self._replace(
+            micro_batches=self.micro_batches + 1,
+            of_all=None,
+            weight=self.weight + weight,
+            base_weight=base,
+            base_scale=scale if first else self.base_scale,
+            loss_scale=scale,
+        )
+        if found_inf is not None:
+            after = after._replace(found_inf=maximum(self.found_inf, found_inf))
+        return after, ratio
+
+    def with_larger_base(self, weight: Scalar) -> tuple[Ledger, Scalar]:
+        """Make the base the largest weight, so that no loss is multiplied by more than its scale:
+        half precision has no room above.
+
+        Returns:
+            Also the factor by which the sums are to be multiplied.
+        """
+        base = self.base_weight
+        if base is None:
+            return self, 1.0
+        larger = maximum(weight, base)
+        return (self, 1.0) if larger is base else (self._replace(base_weight=larger), base / larger)
+
+    def quotient(self, reduction: Reduction) -> Quotient:
+        """What makes the window's gradient of its sums; finite also for weight 0."""
+        base, weight, scale = self.base_weight, self.weight, self.base_scale
+        base = 1.0 if base is None else base
+        if reduction == "sum":
+            weight = 1.0
+        elif isinstance(weight, Tensor):
+            return Quotient(base, weight, _UNSCALED if equals(scale, 1.0) else scale)
+        quotient = base / (weight or base)
+        if isinstance(scale, Tensor) or scale == 0.0:
+            return Quotient(quotient, None, scale)
+        return Quotient(quotient / scale)
+
+
+_UNSCALED: Scalar = 1.0
+
+
+class Quotient(NamedTuple):
+    """`base_weight / weight / base_scale`."""
+
+    base_weight: Scalar = 1.0
+    weight: Tensor | None = None  # 0, where nothing counts, makes 0 of everything
+    base_scale: Scalar = _UNSCALED
+
+    def value(self) -> Scalar:
+        """Divide."""
+        return reference.window_quotient(*self)
+
+    @property
+    def on_device(self) -> bool:
+        """True if only a device knows the value."""
+        return any(map(on_device, self))
+
+
+class StepFactors(NamedTuple):
+    """The numbers of a step."""
+
+    norm: Scalar  # of the normalised gradient, before clipping
+    clip_coef: Scalar
+    factor: Scalar  # sums to clipped gradient
+    skip: Scalar  # 1.0 where no step may be taken
+    found_inf: Scalar  # 1.0 where anything that came in was not finite
+    inverse: Tensor | None = None  # 1 / factor in float32, where a device has formed it
+
+
+def step_factors(
+    ledger: Ledger,
+    quotient: Quotient,
+    max_norm: float | None,
+    *,
+    device: torch.device,
+    sums: Sequence[Tensor],
+    norm: Tensor | None,  # None: their 2-norm, to be found
+    overflow: Tensor | None,  # not 0 where a sum is not finite; None: 0
+    normalised: bool,  # the norm is that of the normalised gradient
+    checks_norm: bool,  # a norm that is not finite skips the step
+) -> StepFactors:
+    """Return the numbers that follow from the norm, by the operator; numbers of the host if they
+    cost no wait."""
+    base, weight, scale = quotient
+    found_inf, counted, wide = ledger.found_inf, ledger.counted, torch.float64
+    device_base = sent(base, device) if isinstance(base, Tensor) else None
+    numbers = torch.empty(3, dtype=wide, device=device)
+    flags = torch.empty(3, dtype=torch.float32, device=device)
+    ops.WINDOW_FACTORS(
+        numbers,
+        flags,
+        [] if norm is not None else sums,
+        norm,
+        unit=base if device_base is None else 1.0,
+        device_unit=device_base,
+        weight=None if weight is None else sent(weight, device),
+        scale=None if scale is _UNSCALED else as_tensor(scale, wide, device),
+        max_norm=max_norm,
+        normalised=normalised,
+        checks_norm=checks_norm,
+        overflow=overflow,
+        found_inf=None if found_inf is _NOT_FOUND else as_tensor(found_inf, wide, device),
+        finite=None if counted is None else as_tensor(counted, wide, device),
+    )
+    if scalars.on_host(numbers):
+        (total, clip_coef, factor), (_, skip, anything) = numbers.tolist(), flags.tolist()
+        return StepFactors(total, clip_coef, factor, skip, anything)
+    total, clip_coef, factor = numbers.unbind()
+    inverse, skip, anything = flags.unbind()
+    return StepFactors(
+        total,
+        1.0 if max_norm is None else clip_coef,
+        factor if max_norm is not None or quotient.on_device else quotient.value(),
+        anything if counted is None else skip,
+        anything,
+        inverse,
+    )

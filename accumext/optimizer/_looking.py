@@ -1,0 +1,105 @@
+"""Micro-batches that are looked at before they are added, as `on_nonfinite` says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from accumext import ops
+from accumext.ops.any_tensors import global_norm
+from accumext.optimizer._engine import Engine
+from accumext.optimizer._grads import present
+from accumext.optimizer._report import named
+from accumext.optimizer._window import Window
+from accumext.tensors.checks import message
+from accumext.tensors.kinds import dense_storages, main_dtypes, nonfinite, zero_flag
+from accumext.tensors.scalars import Scalar, divide, equals, maximum, to_device, to_host_if_free
+from accumext.tensors.torch_private import sparse_values
+
+
+def raise_nonfinite(
+    engine: Engine,
+    op: str,
+    grads: Sequence[Tensor | None],  # by parameter
+    weight: Scalar,
+    carried: bool = False,
+) -> None:
+    """Refuse a micro-batch that counts and is not finite, naming the parameters.
+
+    Gradients averaged over shards count on all processes, which look at them together, also if the
+    weight of this one is zero.
+    """
+    there = [i for i, grad in enumerate(grads) if grad is not None]
+    found = present(grads)
+    if not found or (equals(weight, 0.0) and not carried):
+        return
+    found_inf = zero_flag(found[0].device)
+    global_norm(found, norm_type=2.0, found_inf=found_inf)
+    if bool(found_inf):
+        names, parameters = engine.names(), engine.tensors.parameters()
+        mine = named([names[parameters[there[i]]] for i in nonfinite(found)])
+        got = f"inf or NaN in {mine or 'shards of other processes'}"
+        raise RuntimeError(message(op, "gradients", "be finite", got))
+
+
+def adding_if_finite(
+    window: Window, grads: Sequence[Tensor | None], weight: Scalar, scale: Scalar
+) -> Callable[[list[Tensor]], Window]:
+    """Return what adds a micro-batch if it is finite, and else leaves the sums bit for bit.
+
+    The base of the weights is 1, so that nothing left out can show in the sum of the others.
+    """
+    ledger = window.ledger
+    base = 1.0 if ledger.base_weight is None else ledger.base_weight
+    if equals(weight, 0.0):  # counts for nothing, finite or not
+        grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
+    there = [(i, grad) for i, grad in enumerate(grads) if grad is not None]
+    found_inf = zero_flag(there[0][1].device if there else None)
+    sums, joined = list(window.sums), list[tuple[int, Tensor]]()
+    targets, dtypes = list[Tensor](), main_dtypes(window.parameters)
+    for i, grad in there:
+        main = sums[i]
+        if main is None:
+            main = torch.zeros_like(grad, dtype=dtypes[i]).detach()
+        elif main.is_sparse and not grad.is_sparse:
+            main = main.to_dense()
+        sums[i] = main
+        if grad.is_sparse:  # what it adds is formed apart, and joined below
+            grad = grad.coalesce()
+            addend = grad.to(main.dtype, copy=True)
+            sparse_values(addend).zero_()
+            joined.append((i, addend))
+            targets.append(addend)
+        else:
+            targets.append(main)
+    written = dense_storages(targets)
+    sources = dense_storages([g.coalesce() if g.is_sparse else g for _, g in there])
+    factor = to_device(found_inf.device, divide(ledger.base_scale, scale) * (weight / base))
+
+    def run(norms: list[Tensor]) -> Window:
+        if not norms:
+            ops.accumulate_recorded(
+                norms, written, sources, inv_scale=factor, found_inf=found_inf, if_finite=True
+            )
+        kept = 1.0 - to_host_if_free(found_inf)
+        count = ledger.micro_batches
+        after = ledger._replace(
+            micro_batches=count + 1,
+            base_weight=base,
+            loss_scale=scale,
+            counted=(float(count) if ledger.counted is None else ledger.counted) + kept,
+            found_inf=maximum(ledger.found_inf, 1.0 - kept),
+        )
+        if equals(kept, 0.0):
+            bad = nonfinite([grad for _, grad in there])
+            left_out = window.left_out + tuple(window.parameters[there[i][0]] for i in bad)
+            return window._replace(ledger=after, left_out=left_out)
+        new = list(sums)
+        for i, addend in joined:
+            new[i] = new[i] + addend  # type: ignore[operator]
+        after = after._replace(weight=ledger.weight + weight * kept)
+        return window._replace(ledger=after, sums=new, norm=None)
+
+    return run

@@ -1,0 +1,293 @@
+"""The wrapped optimizer's step on a window: all that is around it, and back if it fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from accumext.master_weights import Rounding
+from accumext.optimizer._engine import Engine
+from accumext.optimizer._gradient import Formed, InPlace, Measured, Sums, form, measure, to_host
+from accumext.optimizer._grads import grad_of, grads_of, present, set_grads
+from accumext.optimizer._ledger import Ledger, Quotient, step_factors
+from accumext.optimizer._report import Name, WindowReport, named
+from accumext.optimizer._scaler import update
+from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
+from accumext.tensors.checks import message
+from accumext.tensors.kinds import any_dtensor, nonfinite, versions
+from accumext.tensors.scalars import Scalar, as_tensor, equals
+from accumext.tensors.torch_private import (
+    STEP_POST_HOOKS,
+    TAKES_SCALE,
+    not_compiled,
+    set_grad_enabled,
+    write_count,
+)
+
+
+class StepWatch:
+    """Tells, after an exception, whether an optimizer has written parameters.
+
+    Their versions say so, but not after torch's fused kernels, which do not count, nor after writes
+    through `.data`. After those the first of the post-hooks does: the step itself had ended. Where
+    an optimizer runs no hooks, versions are all there is.
+    """
+
+    def __init__(self, parameters: list[Tensor], rounding: Rounding | None = None) -> None:
+        self._parameters = parameters
+        try:
+            self._before: list[int | None] = list(map(write_count, parameters))
+        except RuntimeError:  # one of inference mode
+            self._before = versions(parameters)
+        self.rounding = rounding  # of what has been stepped on: hooks find it in the model
+        self._ended = False
+
+    def has_moved(self) -> bool:
+        """Tell whether any parameter may have changed."""
+        return self._ended or versions(self._parameters) != self._before
+
+    def write(self) -> None:
+        """Round what has been stepped on into the parameters."""
+        if self.rounding is not None:
+            self.rounding.write()
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Hear of the end of the step, before any other hook does."""
+        hooks = getattr(optimizer, STEP_POST_HOOKS, None)
+        if hooks is not None:
+            hooks[id(self)] = self._end
+            hooks.move_to_end(id(self), last=False)
+
+    def end(self, optimizer: Optimizer) -> None:
+        """Take the hook away."""
+        hooks = getattr(optimizer, STEP_POST_HOOKS, None)
+        if hooks is not None:
+            hooks.pop(id(self), None)
+
+    def _end(self, *args: object) -> None:
+        self._ended = True
+        if self.rounding is not None:
+            self.rounding.write()
+
+
+class Plan(NamedTuple):
+    """What a step on a window does. Nothing but gradients has changed so far."""
+
+    window: Window
+    sums: Sums
+    measured: Measured
+    formed: Formed
+    skip: Scalar | None  # not 0 where a device knows that no step may be taken
+    skips: bool  # the host knows that there is no step
+    found_inf: Scalar  # for the scaler
+    fused: bool  # the optimizer divides, and may be told by a device not to step
+
+
+def _plan(
+    engine: Engine,
+    op: str,
+    parameters: list[Tensor],
+    stepped_on: Sequence[Tensor],
+    in_place: InPlace,
+) -> Plan:
+    """Measure and form the gradient of the open window."""
+    settings, window = engine.settings, engine.state.window.of(parameters)
+    sums, divides = (
+        Sums.in_window(window, parameters),
+        getattr(engine.optimizer, TAKES_SCALE, False),
+    )
+    fused = divides and not any_dtensor(sums.tensors)
+    measured = measure(sums, window, settings, in_place, stepped_on, fused, divides)
+    factors, formed = measured.factors, Formed(sums.grads)
+    skip, found_inf = factors.skip, factors.found_inf
+    known = factors.inverse is None or not fused  # whether to skip
+    if not known or not skip:
+        formed = form(sums, measured, in_place, stepped_on, fused)
+        for norm in formed.rounded:  # not finite: rounding to half precision has overflowed
+            skip, found_inf = _or_nonfinite(norm, skip), _or_nonfinite(norm, found_inf)
+        if formed.rounded and not fused:
+            skip = to_host(skip)
+    unknown, skips = (None, bool(skip)) if known else (skip, False)
+    if skips and settings.policy.raises:
+        names = named(_names_of(engine, parameters, sums, nonfinite(present(formed.grads))))
+        got = f"inf or NaN in {names}" if names else "a norm that is not"
+        advice = "Call opt.discard() to drop the window"
+        raise RuntimeError(message(op, "the window's sum", "be finite", got, advice))
+    return Plan(window, sums, measured, formed, unknown, skips, found_inf, fused)
+
+
+def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
+    ledger = Ledger() if equals(flag, 0.0) else Ledger(found_inf=flag)
+    return step_factors(
+        ledger, Quotient(), None, device=norm.device, sums=[], norm=norm,
+        overflow=None, normalised=False, checks_norm=True,
+    ).found_inf  # fmt: skip
+
+
+class _Around:
+    """What is around the wrapped step on a window, so that after any exception all of it is done or
+    undone."""
+
+    def __init__(
+        self, engine: Engine, proxy: Optimizer, op: str, parameters: list[Tensor], begun: object
+    ) -> None:
+        self._engine, self._proxy, self._op, self._parameters = engine, proxy, op, parameters
+        self._begun = begun  # what an update of the scaler takes
+        self._stepped_on = parameters
+        if not engine.tensors.is_parameters:
+            engine.tensors.follow_parameters()
+            self._stepped_on = engine.tensors.stepped_on()
+        self._before = list(map(grad_of, self._stepped_on))
+        self._lent: Sequence[Tensor | None] = self._before
+        self._watch, self._in_place = StepWatch(self._stepped_on), InPlace()
+        self._closed: State | None = None
+        self.plan: Plan
+
+    @not_compiled
+    def begin(self) -> bool:
+        """Put the gradient where the optimizer finds it; whether there is a step to take."""
+        engine, optimizer, stepped_on = self._engine, self._engine.optimizer, self._stepped_on
+        self.plan = plan = _plan(engine, self._op, self._parameters, stepped_on, self._in_place)
+        if plan.skips:
+            return False
+        formed, skip = plan.formed, plan.skip
+        if formed.grads is not plan.sums.grads or not plan.sums.in_grad:  # else they lie there
+            self._lent = formed.grads
+            for parameter, grad in zip(stepped_on, self._lent, strict=True):
+                parameter.grad = grad
+        if not engine.tensors.is_parameters:
+            self._watch.rounding = engine.tensors.rounding(0.0 if skip is None else skip)
+        if plan.fused:
+            scale = None
+            if isinstance(formed.divisor, Tensor) or formed.divisor != 1.0:
+                scale = as_tensor(formed.divisor, torch.float32, plan.sums.device)
+            found = None if skip is None else as_tensor(skip, torch.float32, plan.sums.device)
+            vars(optimizer).update(grad_scale=scale, found_inf=found)
+        self._watch.begin(optimizer)
+        return True
+
+    @not_compiled
+    def finish(self) -> None:
+        """Close the window. May be called twice."""
+        engine, plan, used = self._engine, self.plan, self._engine.state.consumed
+        self._take_back()
+        if self._watch.rounding is not None:
+            self._watch.write()
+        if plan.sums.in_grad:
+            made = list(map(is_, self._before, plan.window.sums))
+            used = used.after(grads_of(self._parameters), made)
+        engine.update(
+            window=NO_WINDOW, consumed=used, last=_report(engine, self._parameters, plan),
+            stepped=True, accumulated=False,
+        )  # fmt: skip
+        self._closed = engine.state
+        if engine.reducer.base_weight is not None:
+            engine.reducer.closed()
+        if engine.settings.scaler is not None:
+            update(
+                engine.settings.scaler, self._begun, self._proxy, plan.found_inf, plan.sums.device
+            )
+
+    @not_compiled
+    def recover(self) -> bool:
+        """After an exception: finish if the step has been taken, else leave all as it was. Returns
+        whether it has."""
+        closed = self._closed is not None and self._engine.state is self._closed
+        if closed or self._watch.has_moved():
+            self.finish()
+            return True
+        self._take_back()
+        set_grads(self._stepped_on, self._before)  # also what the step has taken away
+        engine = self._engine
+        engine.warned.add("full")  # which the window is, and another micro-batch may join it
+        if self._in_place.done:
+            grads = self._before if engine.state.in_grad else ()
+            between = versions(grads)
+            self._in_place.undo()
+            if engine.state.in_grad:
+                engine.update(consumed=engine.state.consumed.after_writes(grads, between))
+        if engine.state.in_grad and not engine.state.window.sums:  # the user's own, as before
+            engine.update(window=NO_WINDOW)
+        return False
+
+    def _take_back(self) -> None:
+        """Leave nothing on the optimizer, and what there was in `.grad`."""
+        optimizer = self._engine.optimizer
+        for name in ("grad_scale", "found_inf"):
+            vars(optimizer).pop(name, None)
+        self._watch.end(optimizer)
+        if self._lent is self._before:
+            return
+        for parameter, lent, grad in zip(self._stepped_on, self._lent, self._before, strict=True):
+            # What was lent, or what the step has put in its place; but not where it has cleared it.
+            if lent is None or parameter.grad is not None:
+                parameter.grad = grad
+
+
+def _report(engine: Engine, parameters: Sequence[Tensor], plan: Plan) -> WindowReport:
+    """Report a closed window."""
+    ledger, factors = plan.window.ledger, plan.measured.factors
+    counted = ledger.micro_batches if ledger.counted is None else ledger.counted
+    report = WindowReport(
+        float(plan.skips) if plan.skip is None else plan.skip,
+        factors.norm,
+        factors.clip_coef,
+        ledger.loss_scale,
+        ledger.weight,
+        counted if ledger.of_all is None else ledger.of_all,
+        plan.measured.dtype,
+        plan.sums.device,
+        empty_if_skipped=plan.sums.in_grad and engine.settings.policy.leaves_out,
+    )
+    if plan.skip is not None:  # which parameters had an inf or NaN is found when somebody asks
+        report.evidence = plan.sums.tensors, partial(_names_of, engine, parameters, plan.sums)
+    elif plan.skips or plan.window.left_out:
+        bad = nonfinite(present(plan.formed.grads)) if plan.skips else []
+        found = set(_names_of(engine, parameters, plan.sums, bad))
+        names = engine.names()
+        found |= {names[parameter] for parameter in plan.window.left_out}
+        report.name([names[p] for p in parameters if names[p] in found])
+    return report
+
+
+def _names_of(
+    engine: Engine, parameters: Sequence[Tensor], sums: Sums, indices: Sequence[int]
+) -> list[Name]:
+    """Return the names of parameters by index among those that have a gradient."""
+    there = [p for p, grad in zip(parameters, sums.grads, strict=True) if grad is not None]
+    known = engine.names() if indices else {}
+    return [known[there[i]] for i in indices]
+
+
+def step_on_window(
+    engine: Engine,
+    proxy: Optimizer,  # the AccumulatingOptimizer, under whose id the scaler knows it
+    op: str,
+    parameters: list[Tensor],  # that gradients are formed for
+    kwargs: dict[str, Any],  # of the wrapped step
+    records: bool,  # what the wrapped step does, as its caller does
+    begun: object,  # what an update of the scaler takes
+    refuse: Callable[[BaseException, bool], None],  # of a step that has moved nothing
+) -> tuple[Any, bool]:
+    """Step on the open window, and start the next. Returns also whether the host knows that there
+    was no step."""
+    summed = engine.state.window.phase is not Phase.IN_GRAD
+    around, result = _Around(engine, proxy, op, parameters, begun), None
+    try:
+        if around.begin():
+            set_grad_enabled(records)
+            result = engine.optimizer.step(**kwargs)
+            set_grad_enabled(False)
+        around.finish()
+    except BaseException as error:
+        set_grad_enabled(False)
+        if not around.recover():
+            refuse(error, summed)
+        raise
+    return result, around.plan.skips
