@@ -47,9 +47,6 @@ SELECTIONS = {
         "ops/test_copy_rounded.py": "pair or strides or stays or same_dtype",
         "optimizer/test_factors.py": "the_operator",
     },
-    "lists at every edge": {f"{CHECKS}/lists.py": "test"},
-    "heads at every edge": {f"{CHECKS}/heads.py": "test"},
-    "windows": {f"{CHECKS}/{name}.py": "test" for name in ("windows", "backward")},
     "tables": {TABLES: "test"},
     "calls": {f"{CHECKS}/calls.py": "test"},
 }
@@ -79,6 +76,12 @@ def test_the_operators_tests_pass(library, selection):
     files = SELECTIONS[selection]
     chosen = (f"({Path(file).name} and ({words}))" for file, words in files.items())
     code, words = outcome_of(library, *files, "-k", " or ".join(chosen))
+    assert code == 0, words
+
+
+@pytest.mark.parametrize("name", ["lists", "heads", "windows", "backward"])
+def test_kernels_pass_at_every_edge(library, name):
+    code, words = outcome_of(library, f"{CHECKS}/{name}.py")
     assert code == 0, words
 
 

@@ -43,7 +43,8 @@ def call(op: Callable[..., Any], *arguments: object, runs: Runs = RUNS, **option
         result = op(*arguments, **options)
         left = [*(m.clone() for m in memory), *_bits(result)]
         first = first or left
-        assert all(map(torch.equal, first, left)), f"run {(order, number)} leaves different bits"
+        same = all(torch.equal(*pair) for pair in zip(first, left, strict=True))
+        assert same, f"run {(order, number)} leaves different bits"
     return result
 
 
