@@ -145,12 +145,13 @@ AOTITorchError host_create_tensor_from_blob(void* data, int64_t ndim, const int6
 
 // All memory of the tensor's storage is the device's.
 AOTITorchError host_get_data_ptr(AtenTensorHandle tensor, void** data) {
+  const AOTITorchError error = aoti_torch_get_data_ptr(tensor, data);
+  if (*data == nullptr) return error;  // of no elements
   int64_t bytes = 0, offset = 0;
   int32_t dtype = 0;
   aoti_torch_get_storage_size(tensor, &bytes);
   aoti_torch_get_storage_offset(tensor, &offset);
   aoti_torch_get_dtype(tensor, &dtype);
-  const AOTITorchError error = aoti_torch_get_data_ptr(tensor, data);
   const auto before = offset * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
   seen.push_back(static_cast<std::byte*>(*data) - before);
   host_cuda::watch_tensor(seen.back(), bytes);
