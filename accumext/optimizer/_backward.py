@@ -7,7 +7,7 @@ from functools import partial
 from itertools import chain
 from operator import is_
 from types import NoneType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -144,9 +144,7 @@ def run_backward(
         _check_weight_inside(op, inside, call.weight)
     stays = settings.window == 1 and inside is None and engine.keeps_in_grad
     if call.create_graph and not stays:
-        contract = "be False unless gradients stay in `.grad`, with window=1 and one backward pass"
-        advice = "For a loss of gradients: torch.autograd.grad(loss, inputs, create_graph=True)"
-        fail_value(op, "create_graph", contract, True, advice)
+        _refuse_graph(op)
     if engine.watch is not None:
         engine.watch.see_loss(engine, loss)
     first = inside is None or inside.weight is None  # pass of its micro-batch
@@ -178,13 +176,19 @@ def run_backward(
         apart = inside is not None and inside.part is not None
     else:
         special = loss.dtype in HALF_DTYPES or call.weight is not window.ledger.base_weight
-        apart = engine.settings.policy.apart or (
-            special and _cannot_carry(engine, loss, call.weight)
-        )
+        cannot = special and _cannot_carry(engine, loss, call.weight)
+        apart = cannot or settings.policy.apart
     backward = _apart if apart else _into_sums
     backward(engine, op, call, scale, parameters, pending)
     if watch is not None:
         watch.see_backward(engine, parameters, before)
+
+
+def _refuse_graph(op: str) -> NoReturn:
+    """Raise for gradients with a graph, which leave `.grad`."""
+    contract = "be False unless gradients stay in `.grad`, with window=1 and one backward pass"
+    advice = "For a loss of gradients: torch.autograd.grad(loss, inputs, create_graph=True)"
+    fail_value(op, "create_graph", contract, True, advice)
 
 
 def clear_consumed(

@@ -39,32 +39,6 @@ def refuse_without_closure(op: str, engine: Engine) -> None:
         raise RuntimeError(message(op, "the optimizer", "step without a closure", kind, advice))
 
 
-def refuse_what_it_misses(
-    engine: Engine, op: str, closure: object, error: BaseException, summed: bool
-) -> None:
-    """RuntimeError in place of that of a step that has moved nothing, if it asked for a closure
-    that was given, or for the graph of gradients, which their sums do not have.
-
-    Whether an optimizer needs either is not to be known before: only its error tells.
-    """
-    said, kind = str(error).lower(), type(engine.optimizer).__name__
-    if closure is not None and ("closure" in said or "'nonetype' object is not callable" in said):
-        contract = "step without the closure, which was evaluated before"
-        advice = (
-            f"{kind} gets it with window=1, without max_norm, scaler, process_group and masters, "
-            "and with loss.backward(), not opt.backward, if there is a backward pass before"
-        )
-    elif summed and "grad_fn" in said:
-        contract = "step without the graph of .grad, which the sums of a window do not have"
-        advice = (
-            "Pass window=1, without masters, and add gradients up by hand: "
-            "(loss / n).backward(create_graph=True) n times, then opt.step()"
-        )
-    else:
-        return
-    raise RuntimeError(message(op, "the optimizer", contract, kind, advice)) from error
-
-
 def may_hand_through(engine: Engine, proxy: Optimizer) -> bool:
     """Tell whether the wrapped optimizer may call the closure itself, whenever it likes.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accumext import ops
 from accumext.ops.any_tensors import global_norm
-from accumext.optimizer._grads import grads_of, is_none, present
+from accumext.optimizer._grads import is_none, present
 from accumext.optimizer._ledger import Quotient, StepFactors, step_factors
 from accumext.optimizer._settings import Settings
 from accumext.optimizer._sums import multiply, products
@@ -76,10 +76,11 @@ class Sums(NamedTuple):
     dtype: torch.dtype  # of their norm
 
     @classmethod
-    def in_window(cls, window: Window, parameters: Sequence[Tensor]) -> Sums:
-        """Find what a window that is in the order of the parameters holds."""
+    def in_window(cls, window: Window, in_grads: Sequence[Tensor | None]) -> Sums:
+        """Find what a window holds that is in the order of the parameters, of which `.grad` holds
+        these."""
         in_grad = window.phase is Phase.IN_GRAD
-        grads = grads_of(parameters) if in_grad else window.sums
+        grads = in_grads if in_grad else window.sums
         tensors: Any = present(grads) if any(map(is_none, grads)) else grads
         device = tensors[0].device if tensors else torch.device("cpu")
         wide = not _WIDE.isdisjoint(map(dtype_of, tensors))
@@ -116,13 +117,6 @@ class Sums(NamedTuple):
         return not memory_overlap.any_shared(parts)
 
 
-class Measured(NamedTuple):
-    """What the step needs to know of the sums."""
-
-    factors: StepFactors
-    dtype: torch.dtype  # of the norm
-
-
 def measure(
     sums: Sums,
     window: Window,
@@ -131,9 +125,10 @@ def measure(
     stepped_on: Sequence[Tensor],
     fused: bool,  # whether the optimizer divides, and may be told by a device not to step
     divides: bool,  # whether it may divide gradients of any kind
-) -> Measured:
+) -> tuple[StepFactors, torch.dtype]:
     """Find norm, check, clip coefficient and factor, in at most one read of the gradients; multiply
-    in the same pass by what is known before the norm, if that is all."""
+    in the same pass by what is known before the norm, if that is all. Returns also the dtype of the
+    norm."""
     quotient, norm_type = window.ledger.quotient(settings.reduction), settings.norm_type
     norm, overflow, normalised = None, None, False
     plain = norm_type == 2.0 and sums.one_call and bool(sums.tensors)
@@ -166,9 +161,9 @@ def measure(
             factors = factors._replace(skip=to_host(factors.skip))
         found, skip = factors.norm, factors.skip
         if factors.inverse is not None and (on_device(skip) or not skip):
-            return Measured(factors, dtype)
+            return factors, dtype
         if math.isfinite(found) or not retries or (overflow is not None and overflow):
-            return Measured(factors, dtype)
+            return factors, dtype
         # Powers may have overflowed where those of a multiple of the gradient do not.
         retries -= 1
         if retries:
@@ -218,34 +213,32 @@ def _rescaled(sums: Sums, factor: Scalar, norm_type: float) -> tuple[Tensor, Ten
     return norm.double() * (float(factor) / inverse), flag
 
 
-class Formed(NamedTuple):
-    """The gradient as the optimizer is to see it."""
-
-    grads: Sequence[Tensor | None]
-    divisor: Scalar = 1.0  # that is left to it
-    rounded: Sequence[Tensor] = ()  # norms of gradients that were rounded to half precision
-
-
 def form(
     sums: Sums,
-    measured: Measured,
+    factors: StepFactors,
+    dtype: torch.dtype,  # of their norm
     in_place: InPlace,
     stepped_on: Sequence[Tensor],
     fused: bool,
-) -> Formed:
+) -> tuple[Sequence[Tensor | None], Scalar, Sequence[Tensor]]:
     """Multiply the sums: in place, in new memory if they are cast or may not be written, or by
-    leaving it to the optimizer."""
-    factor, casts = measured.factors.factor, sums.casts(stepped_on)
-    one = measured.factors.inverse is None and factor == 1.0
+    leaving it to the optimizer.
+
+    Returns:
+        The gradient as the optimizer is to see it, the divisor that is left to it, and the norms of
+        gradients that were rounded to half precision.
+    """
+    factor, casts = factors.factor, sums.casts(stepped_on)
+    one = factors.inverse is None and factor == 1.0
     if in_place.done or (one and not casts):
-        return Formed(sums.grads)
+        return sums.grads, 1.0, ()
     # A fused kernel divides by a float32 and writes the quotients back.
     dense = sums.one_call or not any(grad.is_sparse for grad in sums.tensors)
-    folds = fused and dense and not casts and measured.dtype == torch.float32
+    folds = fused and dense and not casts and dtype == torch.float32
     everything = sums.in_grad and not sums.may_write()
     if folds and not everything:
-        inverse = measured.factors.inverse
-        return Formed(sums.grads, divide(1.0, factor) if inverse is None else inverse)
+        divisor = divide(1.0, factor) if factors.inverse is None else factors.inverse
+        return sums.grads, divisor, ()
     grads: Any = sums.grads
     tensors, norms = sums.tensors, list[Tensor]()
     if casts or everything:
@@ -260,4 +253,4 @@ def form(
         tensors = [] if everything else [grads[i] for i in rest]
     if not one:
         in_place.multiply(tensors, factor, sums.one_call)
-    return Formed(grads, rounded=norms)
+    return grads, 1.0, norms

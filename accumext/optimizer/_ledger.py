@@ -70,16 +70,17 @@ class Ledger(NamedTuple):
             ratio = 0.0
         else:
             base = weight
-        after = self._replace(
-            micro_batches=self.micro_batches + 1,
-            of_all=None,
-            weight=self.weight + weight,
-            base_weight=base,
-            base_scale=scale if first else self.base_scale,
-            loss_scale=scale,
+        found = self.found_inf if found_inf is None else maximum(self.found_inf, found_inf)
+        after = Ledger(
+            self.micro_batches + 1,
+            self.counted,
+            None,
+            self.weight + weight,
+            base,
+            scale if first else self.base_scale,
+            scale,
+            found,
         )
-        if found_inf is not None:
-            after = after._replace(found_inf=maximum(self.found_inf, found_inf))
         return after, ratio
 
     def with_larger_base(self, weight: Scalar) -> tuple[Ledger, Scalar]:

@@ -19,7 +19,6 @@ from accumext.optimizer._accelerate import refuse_second_accumulation, tell_of_a
 from accumext.optimizer._closures import (
     may_hand_through,
     refuse_closure,
-    refuse_what_it_misses,
     step_with_closure,
 )  # fmt: skip
 from accumext.optimizer._engine import ALIVE, LEAVING, Engine
@@ -213,9 +212,8 @@ def close_window(
         begun = begin_update(op, settings.scaler, proxy, engine.optimizer, device)
         if settings.scaler is not None and len(ALIVE) > 1:
             note_scale(op, engine)
-        misses = partial(refuse_what_it_misses, engine, op, closure)
         result, skipped = step_on_window(
-            engine, proxy, op, parameters, kwargs, records, begun, misses
+            engine, proxy, op, parameters, kwargs, records, begun, closure
         )
     if skipped:
         warn_of_skip(engine, proxy)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from accumext.master_weights import Rounding
 from accumext.optimizer._engine import Engine
-from accumext.optimizer._gradient import Formed, InPlace, Measured, Sums, form, measure, to_host
+from accumext.optimizer._gradient import InPlace, Sums, form, measure, to_host
 from accumext.optimizer._grads import grad_of, grads_of, present, set_grads
-from accumext.optimizer._ledger import Ledger, Quotient, step_factors
+from accumext.optimizer._ledger import Ledger, Quotient, StepFactors, step_factors
 from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
@@ -29,6 +29,8 @@ from accumext.tensors.torch_private import (
     set_grad_enabled,
     write_count,
 )
+
+_ONE: Scalar = 1.0
 
 
 class StepWatch:
@@ -81,8 +83,10 @@ class Plan(NamedTuple):
 
     window: Window
     sums: Sums
-    measured: Measured
-    formed: Formed
+    factors: StepFactors
+    dtype: torch.dtype  # of the norm
+    grads: Sequence[Tensor | None]  # as the optimizer is to see them
+    divisor: Scalar  # that is left to it
     skip: Scalar | None  # not 0 where a device knows that no step may be taken
     skips: bool  # the host knows that there is no step
     found_inf: Scalar  # for the scaler
@@ -94,32 +98,30 @@ def _plan(
     op: str,
     parameters: list[Tensor],
     stepped_on: Sequence[Tensor],
+    before: Sequence[Tensor | None],  # what is in `.grad` of these
     in_place: InPlace,
 ) -> Plan:
     """Measure and form the gradient of the open window."""
     settings, window = engine.settings, engine.state.window.of(parameters)
-    sums, divides = (
-        Sums.in_window(window, parameters),
-        getattr(engine.optimizer, TAKES_SCALE, False),
-    )
+    sums = Sums.in_window(window, before)
+    divides = getattr(engine.optimizer, TAKES_SCALE, False)
     fused = divides and not any_dtensor(sums.tensors)
-    measured = measure(sums, window, settings, in_place, stepped_on, fused, divides)
-    factors, formed = measured.factors, Formed(sums.grads)
-    skip, found_inf = factors.skip, factors.found_inf
+    factors, dtype = measure(sums, window, settings, in_place, stepped_on, fused, divides)
+    grads, divisor, skip, found_inf = sums.grads, _ONE, factors.skip, factors.found_inf
     known = factors.inverse is None or not fused  # whether to skip
     if not known or not skip:
-        formed = form(sums, measured, in_place, stepped_on, fused)
-        for norm in formed.rounded:  # not finite: rounding to half precision has overflowed
+        grads, divisor, rounded = form(sums, factors, dtype, in_place, stepped_on, fused)
+        for norm in rounded:  # not finite: rounding to half precision has overflowed
             skip, found_inf = _or_nonfinite(norm, skip), _or_nonfinite(norm, found_inf)
-        if formed.rounded and not fused:
+        if rounded and not fused:
             skip = to_host(skip)
     unknown, skips = (None, bool(skip)) if known else (skip, False)
     if skips and settings.policy.raises:
-        names = named(_names_of(engine, parameters, sums, nonfinite(present(formed.grads))))
+        names = named(_names_of(engine, parameters, sums, nonfinite(present(grads))))
         got = f"inf or NaN in {names}" if names else "a norm that is not"
         advice = "Call opt.discard() to drop the window"
         raise RuntimeError(message(op, "the window's sum", "be finite", got, advice))
-    return Plan(window, sums, measured, formed, unknown, skips, found_inf, fused)
+    return Plan(window, sums, factors, dtype, grads, divisor, unknown, skips, found_inf, fused)
 
 
 def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
@@ -153,20 +155,22 @@ class _Around:
     def begin(self) -> bool:
         """Put the gradient where the optimizer finds it; whether there is a step to take."""
         engine, optimizer, stepped_on = self._engine, self._engine.optimizer, self._stepped_on
-        self.plan = plan = _plan(engine, self._op, self._parameters, stepped_on, self._in_place)
+        self.plan = plan = _plan(
+            engine, self._op, self._parameters, stepped_on, self._before, self._in_place
+        )
         if plan.skips:
             return False
-        formed, skip = plan.formed, plan.skip
-        if formed.grads is not plan.sums.grads or not plan.sums.in_grad:  # else they lie there
-            self._lent = formed.grads
+        skip, divisor = plan.skip, plan.divisor
+        if plan.grads is not plan.sums.grads or not plan.sums.in_grad:  # else they lie there
+            self._lent = plan.grads
             for parameter, grad in zip(stepped_on, self._lent, strict=True):
                 parameter.grad = grad
         if not engine.tensors.is_parameters:
             self._watch.rounding = engine.tensors.rounding(0.0 if skip is None else skip)
         if plan.fused:
             scale = None
-            if isinstance(formed.divisor, Tensor) or formed.divisor != 1.0:
-                scale = as_tensor(formed.divisor, torch.float32, plan.sums.device)
+            if isinstance(divisor, Tensor) or divisor != 1.0:
+                scale = as_tensor(divisor, torch.float32, plan.sums.device)
             found = None if skip is None else as_tensor(skip, torch.float32, plan.sums.device)
             vars(optimizer).update(grad_scale=scale, found_inf=found)
         self._watch.begin(optimizer)
@@ -232,7 +236,7 @@ class _Around:
 
 def _report(engine: Engine, parameters: Sequence[Tensor], plan: Plan) -> WindowReport:
     """Report a closed window."""
-    ledger, factors = plan.window.ledger, plan.measured.factors
+    ledger, factors = plan.window.ledger, plan.factors
     counted = ledger.micro_batches if ledger.counted is None else ledger.counted
     report = WindowReport(
         float(plan.skips) if plan.skip is None else plan.skip,
@@ -241,14 +245,14 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: Plan) -> WindowR
         ledger.loss_scale,
         ledger.weight,
         counted if ledger.of_all is None else ledger.of_all,
-        plan.measured.dtype,
+        plan.dtype,
         plan.sums.device,
         empty_if_skipped=plan.sums.in_grad and engine.settings.policy.leaves_out,
     )
     if plan.skip is not None:  # which parameters had an inf or NaN is found when somebody asks
         report.evidence = plan.sums.tensors, partial(_names_of, engine, parameters, plan.sums)
     elif plan.skips or plan.window.left_out:
-        bad = nonfinite(present(plan.formed.grads)) if plan.skips else []
+        bad = nonfinite(present(plan.grads)) if plan.skips else []
         found = set(_names_of(engine, parameters, plan.sums, bad))
         names = engine.names()
         found |= {names[parameter] for parameter in plan.window.left_out}
@@ -265,6 +269,32 @@ def _names_of(
     return [known[there[i]] for i in indices]
 
 
+def refuse_what_it_misses(
+    engine: Engine, op: str, closure: object, error: BaseException, summed: bool
+) -> None:
+    """RuntimeError in place of that of a step that has moved nothing, if it asked for a closure
+    that was given, or for the graph of gradients, which their sums do not have.
+
+    Whether an optimizer needs either is not to be known before: only its error tells.
+    """
+    said, kind = str(error).lower(), type(engine.optimizer).__name__
+    if closure is not None and ("closure" in said or "'nonetype' object is not callable" in said):
+        contract = "step without the closure, which was evaluated before"
+        advice = (
+            f"{kind} gets it with window=1, without max_norm, scaler, process_group and masters, "
+            "and with loss.backward(), not opt.backward, if there is a backward pass before"
+        )
+    elif summed and "grad_fn" in said:
+        contract = "step without the graph of .grad, which the sums of a window do not have"
+        advice = (
+            "Pass window=1, without masters, and add gradients up by hand: "
+            "(loss / n).backward(create_graph=True) n times, then opt.step()"
+        )
+    else:
+        return
+    raise RuntimeError(message(op, "the optimizer", contract, kind, advice)) from error
+
+
 def step_on_window(
     engine: Engine,
     proxy: Optimizer,  # the AccumulatingOptimizer, under whose id the scaler knows it
@@ -273,7 +303,7 @@ def step_on_window(
     kwargs: dict[str, Any],  # of the wrapped step
     records: bool,  # what the wrapped step does, as its caller does
     begun: object,  # what an update of the scaler takes
-    refuse: Callable[[BaseException, bool], None],  # of a step that has moved nothing
+    closure: object,  # that was evaluated, and that the wrapped step does not get
 ) -> tuple[Any, bool]:
     """Step on the open window, and start the next. Returns also whether the host knows that there
     was no step."""
@@ -288,6 +318,6 @@ def step_on_window(
     except BaseException as error:
         set_grad_enabled(False)
         if not around.recover():
-            refuse(error, summed)
+            refuse_what_it_misses(engine, op, closure, error, summed)
         raise
     return result, around.plan.skips

@@ -71,14 +71,14 @@ def test_parameters_cost_no_calls(step, name, dtype, window):
 
 # Of every micro-batch of a window: the first one opens it, the last one closes it and steps.
 BUDGETS = {
-    ("no clip", through_backward): ([54], [29, 9, 9, 48]),
-    ("clip", through_backward): ([50], [29, 9, 9, 27]),
-    ("scaler", through_backward): ([53], [31, 11, 11, 30]),
-    ("masters", through_backward): ([116], [70, 47, 47, 92]),
-    ("no clip", in_a_micro_batch): ([97], [68, 50, 50, 89]),
-    ("clip", in_a_micro_batch): ([86], [68, 50, 50, 68]),
-    ("scaler", in_a_micro_batch): ([89], [70, 52, 52, 71]),
-    ("masters", in_a_micro_batch): ([156], [111, 90, 90, 135]),
+    ("no clip", through_backward): ([60], [37, 11, 11, 56]),
+    ("clip", through_backward): ([59], [37, 11, 11, 36]),
+    ("scaler", through_backward): ([63], [39, 13, 13, 40]),
+    ("masters", through_backward): ([132], [79, 50, 50, 102]),
+    ("no clip", in_a_micro_batch): ([116], [83, 60, 60, 105]),
+    ("clip", in_a_micro_batch): ([108], [83, 60, 60, 85]),
+    ("scaler", in_a_micro_batch): ([112], [85, 62, 62, 89]),
+    ("masters", in_a_micro_batch): ([179], [127, 101, 101, 153]),
 }
 # Calls of C functions for each parameter, by the lines of the package, where there are any.
 FOR_EACH = {
