@@ -1,7 +1,6 @@
 """The CUDA kernels compiled for the host."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import host_cuda
@@ -17,28 +16,23 @@ import accumext
 def host_compiler() -> None:
     if shutil.which(compiler()[0]) is None:
         pytest.skip("no C++ compiler")
+    if not host_cuda.has_sanitizers():
+        pytest.skip("the compiler has no AddressSanitizer")
 
 
 @pytest.fixture(scope="session")
-def host_executable(
+def library(
     host_compiler: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Callable[[str], Path]:
-    """Source in host_cuda/ -> executable, compiled once by all workers together."""
+) -> Path:
+    """The library of host_cuda, compiled once for all workers."""
     if ARCH is not None and not ptx.available():
         pytest.skip("no nvcc")
 
-    def compiled(name: str) -> Path:
-        def build(folder: Path) -> None:
-            if ARCH is None or name not in ptx.SOURCES:
-                host_cuda.build(name, folder)
-                return
-            # Its own kernels do not run.
-            driver = host_cuda.build(name, folder, "-O0", "-fno-sanitize=undefined")
-            ptx.build(driver, ARCH, pytestconfig.cache.mkdir("ptx")).replace(driver)
+    def build(folder: Path) -> None:
+        kernels = None if ARCH is None else ptx.build(ARCH, pytestconfig.cache.mkdir("ptx"))
+        host_cuda.build_library(folder, kernels=kernels)
 
-        return once(tmp_path_factory, f"host-{name}", build) / name
-
-    return compiled
+    return once(tmp_path_factory, "host-cuda", build) / "launchers.so"
 
 
 @pytest.fixture(scope="module")

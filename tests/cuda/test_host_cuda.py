@@ -1,432 +1,99 @@
-"""The kernels of csrc/cuda, run on the host: against float64 truth, exact data, the reference.
+"""The launchers of csrc/cuda and their kernels on the host, by the library of host_cuda: the
+operators' own tests, those of host_cuda/checks, and faults that these have to find.
 
-Each call runs with several grids and orders of the threads, which must leave the same bits; see
-host_cuda. Lists are of all dtypes at once. Tests that need a GPU (launchers, streams, captures,
-speed) are in test_cuda.py.
+With HOST_CUDA_ARCH the kernels are those that nvcc makes, which run in fewer orders of threads.
 """
 
-import itertools
-import math
+from operator import attrgetter
+from pathlib import Path
 
 import host_cuda
 import pytest
-import torch
-from host_cuda import ASCENDING, ORDERS, RUNS, SHUFFLED
-from support import oracle, window_cases
-from support.tensors import FLOAT_DTYPES, assert_bits, assert_equal, shifted
+from host_cuda import ARCH, mutants
+from support.once import once
 
-from accumext.ops import reference
+# The first test compiles all launchers: minutes.
+pytestmark = [pytest.mark.build, pytest.mark.timeout(1800)]
 
-pytestmark = pytest.mark.build  # compiles the kernels
-
-# Around every edge: vectors of 2, 4 and 8 elements, warps of them, a few in flight, chunks of 8192.
-EDGE_SIZES = sorted(
-    {0, 2 * 8192 + 1}
-    | {unit + by for unit in (2, 4, 8, 32, 64, 128, 256, 512, 1024, 2048) for by in (-1, 0, 1)}
-    | {8192 + by for by in (-8, -1, 0, 1, 8)}
-)
-SHIFTS = (0, 1, 3, 8)  # elements past an address that suits every vector
-NORM_TYPES = [1.0, 2.0, 3.0, 0.5, math.inf, -math.inf, -1.0]
-# float32 pow is good to a few units in the last place; a root of p < 1 multiplies that by 1 / p.
-POW_RTOL = 4e-6
-# The norm goes into the clip's factor, and may differ from the reference's in its last bit; then so
-# may a result.
-CLIP_RTOL = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-6,
-    torch.bfloat16: 2.0**-7,
-    torch.float16: 2.0**-10,
+CHECKS = "cuda/host_cuda/checks"
+TABLES = f"{CHECKS}/tables.py"
+# On a GPU all rows are named, live or not; these tests count those that are.
+COUNTS_ROWS = "test_ended_rows_are_not_pushed_through_the_head"
+# Tests of a file, by pytest's -k; those of a selection run in one process.
+SELECTIONS = {
+    "steps": {
+        # Thousands of rows take ten seconds here for each kind of cell.
+        "decoder/test_decode_steps.py": "not known[lstm and not known[gru-F",
+        "decoder/test_rnn_backward.py": "test",
+        "decoder/test_rnn_path.py": f"not {COUNTS_ROWS}",
+    },
+    "heads": {
+        # Not where the sizes are those around the edges of the CPU's kernels.
+        "decoder/test_head_forward.py": "any_shape or ties or ruled or nan or no_rows or no_bit",
+        "decoder/test_head_objective.py": "not gradients_in_double",
+    },
+    "decode_loss": {
+        "decoder/test_decode_loss.py": "not cell_and_feedback or gru_cell or lstm",
+        "decoder/test_decode_loss_options.py": (
+            "(everything_at_once and (lstm or gru_cell)) or one_leaf"
+        ),
+        "decoder/test_decode_loss_truncation.py": "test",
+    },
+    "lists": {
+        "ops/test_accumulate.py": "pair or slices or strided or strides or is_left",
+        "ops/test_unscale_check_clip_accumulate.py": "finite_acc or nonfinite or overflowed",
+        "ops/test_norm.py": "any_list or empty or mixed or strided or about_elements",
+        "ops/test_scale.py": "test",
+        "ops/test_copy_rounded.py": "pair or strides or stays or same_dtype",
+        "optimizer/test_factors.py": "the_operator",
+    },
+    "tables": {TABLES: "test"},
+    "calls": {f"{CHECKS}/calls.py": "test"},
 }
-DTYPE_PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))
-VALUES = (math.inf, -math.inf, math.nan)
-ONE_RUN = [(SHUFFLED, 2)]
 
 
 @pytest.fixture(scope="module")
-def kernels(host_executable):
-    return host_cuda.HostCuda(host_executable("driver"))
+def detector(host_compiler, tmp_path_factory):
+    """The library under the race detector."""
+    if not host_cuda.has_detector():
+        pytest.skip("the detector knows what GCC calls, not what clang does")
 
+    def build(folder: Path) -> None:
+        host_cuda.build_library(folder, races=True)
 
-def rtol(norm_type):
-    return None if norm_type in (1.0, 2.0, math.inf, -math.inf) else POW_RTOL
+    return once(tmp_path_factory, "host-races", build) / "launchers.so"
 
 
-def neighbours(tensor):
-    """The elements before and behind a slice."""
-    begin, base = tensor.storage_offset(), tensor._base
-    return torch.cat([base[:begin], base[begin + tensor.numel() :]])
+def outcome_of(library, *arguments, **options):
+    """The end of pytest, and its words, on files of tests/ with options behind them."""
+    paths = (f"tests/{name}" if name.endswith(".py") else name for name in arguments)
+    done = host_cuda.run_checks(library, *paths, **options)
+    return done.returncode, done.stdout + done.stderr
 
 
-# --- accumulate -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_the_operators_tests_pass(library, selection):
+    files = SELECTIONS[selection]
+    chosen = (f"({Path(file).name} and ({words}))" for file, words in files.items())
+    code, words = outcome_of(library, *files, "-k", " or ".join(chosen))
+    assert code == 0, words
 
 
-@pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
-def test_dyadic_data_is_exact_at_every_edge(kernels, overwrite):
-    """Also where main gradients are the gradients; what is overwritten is not read."""
-    shapes = [*((n,) for n in EDGE_SIZES), (), (3, 0, 2), (1, 1, 1)]
-    cases = list(itertools.product(DTYPE_PAIRS, shapes))
-    main_grads = [oracle.dyadic(shape, main) for (main, _), shape in cases]
-    grads = [oracle.dyadic(shape, grad) for (_, grad), shape in cases]
-    same = [
-        shifted(oracle.dyadic([n], d), by) for n in (5, 9000) for d in FLOAT_DTYPES for by in SHIFTS
-    ]
-    main_grads, grads = main_grads + same, grads + same
-    expected = [oracle.accumulated(m, g, 0.5, overwrite) for m, g in zip(main_grads, grads)]
-    for tensor in main_grads[: len(cases)] if overwrite else []:
-        tensor.fill_(math.nan)
-    norm = kernels.accumulate_(main_grads, grads, inv_scale=0.5, overwrite=overwrite)
-    for i, (got, want) in enumerate(zip(main_grads, expected)):
-        assert torch.equal(got, want), cases[i] if i < len(cases) else "in place"
-    oracle.assert_norm(norm, expected, rtol=oracle.NORM_RTOL[torch.float32])
+@pytest.mark.parametrize("name", ["lists", "heads", "windows", "backward"])
+def test_kernels_pass_at_every_edge(library, name):
+    code, words = outcome_of(library, f"{CHECKS}/{name}.py")
+    assert code == 0, words
 
 
-SCALES = [0.37, *(torch.tensor(0.37, dtype=dtype) for dtype in FLOAT_DTYPES)]
-WAYS = itertools.cycle(itertools.product((False, True), (False, True)))
+@pytest.mark.parametrize("mutant", mutants.TABLES, ids=attrgetter("name"))
+def test_a_mutant_is_seen(library, monkeypatch, mutant):
+    monkeypatch.setenv(mutants.VARIABLE, str(mutants.ALL.index(mutant)))
+    code, words = outcome_of(library, TABLES, "-k", mutant.shown_by)
+    assert code != 0
+    assert mutant.words in words
 
 
-@pytest.mark.parametrize(("scale", "way"), list(zip(SCALES, WAYS)), ids=str)
-def test_random_data_has_the_bits_of_the_reference(kernels, scale, way):
-    overwrite, clips = way
-    cases = list(itertools.product(DTYPE_PAIRS, [(4099,), (33, 9), ()]))
-    main_grads = [oracle.random(shape, main) for (main, _), shape in cases]
-    grads = [oracle.random(shape, grad) for (_, grad), shape in cases]
-    expected = [m.clone() for m in main_grads]
-    options = {"inv_scale": scale, "overwrite": overwrite}
-    reference_norm = reference.accumulate_(expected, grads, **options)
-    if clips:  # to more than the norm
-        kernels.unscale_check_clip_accumulate_(main_grads, grads, max_norm=1e9, **options)
-    else:
-        norm = kernels.accumulate_(main_grads, grads, **options)
-        truth, tolerance = oracle.norm(expected), oracle.NORM_RTOL[torch.float32]
-        oracle.assert_no_worse(norm, reference_norm, truth, tolerance)
-    assert_bits(main_grads, expected)
-
-
-def test_slices_at_every_alignment(kernels):
-    """In a list of nearly two thousand tensors."""
-    cases = list(itertools.product(DTYPE_PAIRS, (1, 7, 8, 40, 300, 8196), SHIFTS, SHIFTS))
-    main_grads = [shifted(oracle.dyadic([n], pair[0]), by) for pair, n, by, _ in cases]
-    grads = [shifted(oracle.dyadic([n], pair[1]), by) for pair, n, _, by in cases]
-    expected = [oracle.accumulated(m, g) for m, g in zip(main_grads, grads)]
-    found_inf = torch.zeros(())
-    norm = kernels.accumulate_(main_grads, grads, found_inf=found_inf, runs=RUNS[-2:])
-    for case, got, want in zip(cases, main_grads, expected):
-        assert torch.equal(got, want), case
-        assert neighbours(got).isnan().all(), case
-    assert found_inf.item() == 0.0  # no NaN beside a gradient was read
-    oracle.assert_norm(norm, expected, rtol=oracle.NORM_RTOL[torch.float32])
-
-
-def test_any_strides(kernels):
-    layouts = [
-        lambda t: t.contiguous(),
-        lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-        lambda t: t.contiguous(memory_format=torch.channels_last),
-        lambda t: t.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
-        lambda t: t.new_full((*t.shape[:-1], 2 * t.shape[-1]), math.nan)[..., ::2].copy_(t),
-        lambda t: t.new_full([n + 2 for n in t.shape], math.nan)[1:-1, 1:-1, 1:-1, 1:-1].copy_(t),
-    ]
-    pairs = list(itertools.product(layouts, layouts))
-    main_grads = [main(oracle.dyadic((5, 3, 7, 34), torch.float32)) for main, _ in pairs]
-    grads = [grad(oracle.dyadic((5, 3, 7, 34), torch.float16)) for _, grad in pairs]
-    main_grads += [oracle.dyadic((70, 131), torch.bfloat16).t(), torch.zeros(4, 3)]
-    grads += [oracle.dyadic((131, 70), torch.float64), torch.arange(3.0).expand(4, 3)]
-    expected = [oracle.accumulated(m, g) for m, g in zip(main_grads, grads)]
-    holes = [m.untyped_storage().nbytes() // m.element_size() - m.numel() for m in main_grads]
-    norm = kernels.accumulate_(main_grads, grads)
-    assert_equal(main_grads, expected)
-    oracle.assert_norm(norm, expected)
-    for main_grad, count in zip(main_grads, holes):
-        memory = torch.empty(0, dtype=main_grad.dtype).set_(main_grad.untyped_storage())
-        assert memory.isnan().sum() == count
-
-
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
-def test_halves_are_rounded_like_torchs(kernels, half):
-    """Every half, what lies in the middle of two, and the floats beside those."""
-    halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(half).float()
-    ordered = halves[halves.isfinite()].sort().values
-    middles = (ordered[1:] + ordered[:-1]) / 2
-    beside = [middles.nextafter(torch.tensor(side)) for side in (math.inf, -math.inf)]
-    beyond = torch.tensor([65519.0, 65520.0, -65520.0, 3.4e38, 1e-45])
-    grad = torch.cat([halves, middles, *beside, beyond])
-    main_grad, back = torch.empty_like(grad, dtype=half), torch.empty_like(grad)
-    kernels.accumulate_([main_grad], [grad], overwrite=True)
-    kernels.accumulate_([back], [main_grad], overwrite=True)
-    assert_bits([main_grad, back], [grad.to(half), grad.to(half).float()])
-
-
-def test_one_element_that_is_not_finite(kernels, grad_dtype):
-    """Sets found_inf wherever it is, and is added to its neighbours' bits alone or to none."""
-    for where, value in zip((0, 1, 8192, 8999), itertools.cycle(VALUES)):
-        grad, found_inf = oracle.dyadic([9000], grad_dtype), torch.zeros(())
-        grad[where] = value
-        grads, options = [torch.ones(3), grad], {"found_inf": found_inf, "runs": ONE_RUN}
-        added, kept = ([torch.zeros(3), torch.full([9000], -0.0)] for _ in range(2))
-        kept[0][1] = math.nan
-        before = [m.view(torch.int32).clone() for m in kept]
-        norms = [kernels.accumulate_(added, grads, **options)]
-        assert found_inf.item() == 1.0
-        found_inf.zero_()
-        norms.append(
-            kernels.unscale_check_clip_accumulate_(
-                kept, grads, max_norm=1.0, if_finite=True, **options
-            )
-        )
-        assert found_inf.item() == 1.0
-        assert not torch.stack(norms).isfinite().any()
-        assert_bits(added, [torch.ones(3), grad.float()])
-        assert_equal([m.view(torch.int32) for m in kept], before)
-
-
-def test_finite_gradients_leave_found_inf_as_it_was(kernels):
-    for before in (0.25, 1.0):  # of an earlier micro-batch
-        found_inf, main_grad = torch.tensor(before), torch.ones(5)
-        kernels.accumulate_([torch.full([3], math.inf)], [torch.ones(3)], found_inf=found_inf)
-        kernels.accumulate_([], [], found_inf=found_inf)
-        kernels.unscale_check_clip_accumulate_(
-            [main_grad], [torch.arange(5.0)], max_norm=math.inf, found_inf=found_inf, if_finite=True
-        )
-        assert torch.equal(main_grad, 1 + torch.arange(5.0))
-        assert found_inf.item() == before
-
-
-# --- the grid -------------------------------------------------------------------------------------
-
-
-def test_the_bits_do_not_depend_on_the_grid_or_the_order(kernels):
-    """One block, some that do not divide the chunks, as many and more than there are chunks."""
-    runs = [*itertools.product(ORDERS, (1, 2, 3, 7)), (ASCENDING, 13), (SHUFFLED, 90)]
-    grads = [oracle.random([n], torch.float32) for n in (20000, 4096, 7, 4097)]
-    grads += [oracle.random([70, 131], torch.bfloat16).t(), oracle.random([300], torch.float64)]
-    main_grads = [oracle.random(g.shape, torch.float32) for g in grads]
-    for norm_type in (2.0, 3.0, -math.inf):
-        kernels.total_norm(grads, norm_type=norm_type, runs=runs)
-    kernels.accumulate_(main_grads, grads, inv_scale=0.37, runs=runs)
-    kernels.unscale_check_clip_accumulate_(main_grads, grads, max_norm=1.0, runs=runs)
-    kernels.scale_(grads, 0.37, runs=runs)
-
-
-# --- clip -----------------------------------------------------------------------------------------
-
-
-def test_a_clipped_micro_batch_of_dyadic_data_is_exact(kernels):
-    # Unscaled, 9 and 16 ones: norms of 3 and 4, and so of 5.
-    grads = [torch.full([9], 2.0), torch.full([2, 8], 2.0, dtype=torch.float16)]
-    main_grads = [torch.full([9], 1.0), torch.zeros(2, 8)]
-    norm = kernels.unscale_check_clip_accumulate_(main_grads, grads, inv_scale=0.5, max_norm=2.0)
-    coef = 2.0 / (torch.tensor(5.0) + 1e-6)
-    assert norm.item() == 5.0
-    assert torch.equal(main_grads[0], 1.0 + 2.0 * (coef * 0.5).expand(9))
-    assert torch.equal(main_grads[1], 2.0 * (coef * 0.5).expand(2, 8))
-
-
-@pytest.mark.parametrize(
-    ("norm_type", "max_norm"),
-    [(1.0, 0.5), (2.0, 0.0), (2.0, 0.5), (2.0, math.inf), (3.0, 0.5), (math.inf, 0.5)],
-)
-@pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
-def test_a_clipped_micro_batch_is_the_references(kernels, norm_type, max_norm, wide):
-    pairs = [pair for pair in DTYPE_PAIRS if wide or pair[1] != torch.float64]
-    cases = list(itertools.product([(4100,), (13, 7), ()], pairs))
-    main_grads = [oracle.random(shape, main) for shape, (main, _) in cases]
-    grads = [oracle.random(shape, grad) for shape, (_, grad) in cases]
-    expected = [m.clone() for m in main_grads]
-    options = {"inv_scale": 0.25, "norm_type": norm_type}
-    reference.unscale_check_clip_accumulate_(expected, grads, max_norm=max_norm, **options)
-    norm = kernels.unscale_check_clip_accumulate_(main_grads, grads, max_norm=max_norm, **options)
-    for got, want in zip(main_grads, expected):
-        tolerance = CLIP_RTOL[got.dtype]
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
-    tolerance = rtol(norm_type) or oracle.NORM_RTOL[torch.float32]
-    oracle.assert_norm(norm, grads, rtol=tolerance, **options)
-
-
-def test_a_nonfinite_micro_batch_goes_in_like_the_references(kernels):
-    grads = [torch.tensor([1.0, math.inf]), torch.tensor([2.0, math.nan])]
-    main_grads, expected = ([torch.zeros(2), torch.zeros(2)] for _ in range(2))
-    reference.unscale_check_clip_accumulate_(expected, grads, max_norm=1.0)
-    kernels.unscale_check_clip_accumulate_(main_grads, grads, max_norm=1.0)
-    assert_bits(main_grads, expected)
-
-
-# --- norm -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_every_p_at_every_edge(kernels, norm_type, dtype):
-    grads = [oracle.random([n], dtype) + 0.1 for n in EDGE_SIZES]
-    norm = kernels.total_norm(grads, norm_type=norm_type, runs=RUNS[-2:])
-    oracle.assert_norm(norm, grads, norm_type=norm_type, rtol=rtol(norm_type))
-
-
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_a_norm_of_mixed_dtypes_strides_and_alignments(kernels, norm_type):
-    grads = [
-        oracle.random([60, 40], torch.float32).t(),
-        oracle.random([2, 3, 4, 5], torch.float16).contiguous(memory_format=torch.channels_last),
-        oracle.random([100], torch.float64)[::3],
-        oracle.random([1, 7], torch.float32).expand(5, 7),
-        oracle.random([], torch.bfloat16),
-        torch.empty(0),
-    ]
-    for size, dtype, shift in itertools.product((9, 4100), FLOAT_DTYPES, SHIFTS):
-        grads.append(shifted(oracle.random([size], dtype), shift))
-    options = {"norm_type": norm_type, "inv_scale": 3 * 2.0**-16}
-    norm = kernels.total_norm(grads, **options)
-    tolerance = rtol(norm_type) or oracle.NORM_RTOL[torch.float32]
-    oracle.assert_norm(norm, grads, rtol=tolerance, **options)
-
-
-def test_nothing_has_a_norm_of_zero(kernels):
-    nothing = [torch.empty(2, 0), torch.empty(0)]
-    for norm_type in NORM_TYPES:
-        options = {"norm_type": norm_type, "runs": ONE_RUN}
-        assert kernels.total_norm(nothing, **options).item() == 0.0
-        grads = [torch.empty(0), torch.tensor([2.0]), torch.empty(0)]
-        assert kernels.total_norm(grads, **options).item() == pytest.approx(2.0)
-    for grads in ([], nothing):
-        found = kernels.unscale_check_clip_accumulate_(grads, grads, max_norm=1.0, runs=ONE_RUN)
-        assert found.item() == 0.0
-        kernels.scale_(grads, 2.0, runs=ONE_RUN)
-
-
-def test_more_partials_than_the_last_block_takes_at_once(kernels):
-    norm = torch.zeros((), dtype=torch.float64)
-    for count in (1000, 8192, 8200, 20_000):  # eight of each of 1024 threads, and more
-        kernels.call("finish_norm", ONE_RUN, norm, count)
-        assert norm.item() == math.sqrt(count * (count - 1) // 2)
-
-
-@pytest.mark.parametrize("norm_type", NORM_TYPES)
-def test_what_is_not_finite_is_found_and_nan_is_kept(kernels, norm_type):
-    for where, value in zip((0, 8192, 8999), VALUES):
-        grad, found_inf = torch.ones(9000), torch.zeros(())
-        grad[where] = value
-        grads = [torch.ones(5), grad, torch.ones(5)]
-        options = {"norm_type": norm_type, "found_inf": found_inf, "runs": ONE_RUN}
-        norm = kernels.total_norm(grads, **options)
-        assert found_inf.item() == 1.0
-        assert norm.isnan() == math.isnan(value)
-
-
-def test_found_inf_is_about_elements_not_about_the_norm(kernels):
-    """Nor does a norm that overflows clip anything where there is no limit."""
-    found_inf, grad, main_grad = torch.zeros(()), torch.tensor([3e38, 3e38]), torch.zeros(2)
-    assert kernels.total_norm([grad], found_inf=found_inf).item() == math.inf
-    kernels.unscale_check_clip_accumulate_(
-        [main_grad], [grad], max_norm=math.inf, found_inf=found_inf
-    )
-    assert torch.equal(main_grad, grad)
-    assert found_inf.item() == 0.0
-
-
-# --- scale ----------------------------------------------------------------------------------------
-
-
-def test_scale_has_the_bits_of_the_reference(kernels):
-    grads, slices = [], []
-    for dtype in FLOAT_DTYPES:
-        slices += [shifted(oracle.random([n], dtype), by) for n in (5, 40, 4100) for by in SHIFTS]
-        grads += [oracle.random([n], dtype) for n in EDGE_SIZES]
-        grads += [oracle.random([7, 9], dtype).t(), oracle.random([40], dtype)[::2]]
-    grads += slices
-    expected = [g.clone() for g in grads]
-    reference.scale_(expected, 0.37)
-    kernels.scale_(grads, 0.37)
-    assert_bits(grads, expected)
-    assert all(neighbours(grad).isnan().all() for grad in slices)
-
-
-@pytest.mark.parametrize("factor", [0.5, 0.0, math.inf, math.nan], ids=str)
-def test_products_of_mixed_dtypes_are_those_of_ieee(kernels, factor):
-    values = torch.tensor([1.0, -2.0, 0.0, -0.0, math.inf, math.nan])
-    grads = [values[:n].to(d, copy=True) for n in (0, 1, 6) for d in FLOAT_DTYPES]
-    expected = [(g.double() * factor).to(g.dtype) for g in grads]
-    kernels.scale_(grads, torch.tensor(factor, dtype=torch.bfloat16))
-    assert_bits(grads, expected)
-
-
-@pytest.mark.parametrize("factor", [1.0, torch.tensor(1.0)], ids=["float", "tensor"])
-def test_a_factor_of_one_changes_no_bit(kernels, factor):
-    bits = torch.arange(0x7F7F, 0x7F90, dtype=torch.int16)  # with signalling NaN: no product is
-    grad = bits.clone().view(torch.bfloat16)
-    kernels.scale_([grad], factor)
-    assert torch.equal(grad.view(torch.int16), bits)
-
-
-# --- copy_rounded ---------------------------------------------------------------------------------
-
-SEEDS = pytest.mark.parametrize(
-    "seed", [None, torch.tensor(7), torch.tensor(-(5 << 40))], ids=["nearest", "seed", "key"]
-)
-
-
-@SEEDS
-def test_rounded_copies_have_the_bits_of_the_reference(kernels, seed):
-    """At every edge and alignment, with the numbers of empty tensors counted; of every magnitude;
-    of any strides."""
-    targets, sources = [], []
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 65519.0, 3.4e38, 1e-45])
-    for target, source in DTYPE_PAIRS:
-        exponents = torch.empty(3000, dtype=torch.float64).uniform_(-160, 130)
-        wild = torch.cat([torch.randn(3000).double() * exponents.exp2(), special.double()])
-        sources += [oracle.random([n], source) for n in EDGE_SIZES]
-        sources += [wild.to(source), oracle.random((7, 9), source).t()]
-        targets += [s.new_full(s.shape, math.nan, dtype=target) for s in sources[len(targets) :]]
-        for n, by, other in itertools.product((5, 40, 4100), SHIFTS, SHIFTS):
-            sources.append(shifted(oracle.random([n], source), other))
-            targets.append(shifted(torch.zeros(n, dtype=target), by))
-    sources += [
-        oracle.random((70, 131), torch.float32).t(),
-        oracle.random((5, 3, 7, 34), torch.float32).contiguous(memory_format=torch.channels_last),
-        oracle.random((40, 60), torch.float64)[1:30, ::3],
-    ]
-    targets += [torch.zeros(s.shape, dtype=torch.bfloat16) for s in sources[-3:-1]]
-    targets[-1] = targets[-1].contiguous(memory_format=torch.channels_last)
-    targets.append(torch.zeros(20, 29, dtype=torch.float16).t())
-    expected = [t.clone() for t in targets]
-    reference.copy_rounded_(expected, sources, seed=seed)
-    kernels.copy_rounded_(targets, sources, seed=seed, found_inf=torch.zeros(()), runs=RUNS[-2:])
-    assert_bits(targets, expected)
-    slices = [target for target in targets if target._base is not None and target.dim() == 1]
-    assert all(neighbours(target).isnan().all() for target in slices)
-
-
-@SEEDS
-@pytest.mark.parametrize("value", [1.0, math.nan, -0.0])
-def test_rounded_copies_are_made_unless_found_inf_is_set(kernels, value, seed):
-    bits = torch.arange(0x7F7F, 0x7F90, dtype=torch.int16)  # with signalling NaN
-    target, options = bits.clone().view(torch.bfloat16), {"seed": seed, "runs": ONE_RUN}
-    kernels.copy_rounded_([target], [torch.ones(17)], found_inf=torch.tensor(value), **options)
-    assert torch.equal(target.view(torch.int16), bits) == (value != 0.0)
-    kernels.copy_rounded_([target], [bits.view(torch.bfloat16)], **options)
-    assert torch.equal(target.view(torch.int16), bits)
-    kernels.copy_rounded_([], [], **options)
-
-
-# --- window factors -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("on_device", [False, True])
-def test_a_window_has_the_factors_of_the_definition(kernels, on_device):
-    for case in window_cases.CASES[on_device::3]:  # the formula is that of the CPU's kernels
-        numbers, flags = window_cases.unwritten()
-        options = window_cases.operands(case, on_device)
-        norm = window_cases.number(case.norm)
-        kernels.window_factors(numbers, flags, [], norm, **options, runs=ONE_RUN)
-        window_cases.assert_factors(numbers, flags, case)
-
-
-@pytest.mark.parametrize("bad", [None, math.inf, math.nan])
-def test_the_norm_of_a_window_is_that_of_total_norm(kernels, bad, dtype):
-    """Rounded to float32 unless a main gradient is float64."""
-    main_grads = [oracle.random([9000], torch.float32), oracle.random([33], dtype), torch.zeros(0)]
-    if bad is not None:
-        main_grads[1][7] = bad
-    norm = kernels.total_norm(main_grads, runs=ONE_RUN).item()
-    case = window_cases.Case(norm, scale=3.0, max_norm=0.7, checks_norm=False, overflow=bad)
-    numbers, flags = window_cases.unwritten()
-    options = window_cases.operands(case, True) | {"overflow": None}
-    kernels.window_factors(numbers, flags, main_grads, None, **options, runs=ONE_RUN)
-    window_cases.assert_factors(numbers, flags, case)
+@pytest.mark.skipif(ARCH is not None, reason="the detector knows the host's compiler alone")
+def test_no_threads_race(detector):
+    code, words = outcome_of(detector, f"{CHECKS}/races.py", sanitized=False)
+    assert code == 0, words

@@ -1,7 +1,6 @@
 """host_cuda/ptx, by which nvcc's kernels run on the host, sees faults of theirs. What instructions
 do is tested with the kernels that have them."""
 
-import itertools
 import os
 import subprocess
 
@@ -57,14 +56,14 @@ FAULTS = {
 def run(tmp_path_factory):
     """The number of a fault, or another one -> what the kernel leaves."""
     folder = tmp_path_factory.mktemp("probe")
-    driver, module = host_cuda.build("ptx/probe", folder), folder / "module.o"
+    module = folder / "module.o"
     faults = (
         f"setp.ne.s32 %p0, %r1, {i}; @%p0 bra $past{i}; {body} $past{i}:"
         for i, body in enumerate(FAULTS)
     )
     ptx.compile_translated(translate(MODULE.replace("BODY", "\n".join(faults))), module)
-    host_cuda.link(driver.with_suffix(".o"), module, executable=driver)
-    return lambda number: int(host_cuda.execute(driver, str(number)))
+    probe = host_cuda.build_program("ptx/probe", folder, module)
+    return lambda number: int(host_cuda.execute(probe, str(number)))
 
 
 def test_threads_meet_and_branch(run):
@@ -85,7 +84,7 @@ def test_an_instruction_that_is_not_known_is_an_error(tmp_path, capfd):
 
 
 @pytest.mark.skipif(ptx.COMPILED not in os.environ, reason="nvcc has compiled no PTX before")
-@pytest.mark.parametrize("source", sorted(itertools.chain.from_iterable(ptx.SOURCES.values())))
+@pytest.mark.parametrize("source", ptx.SOURCES)
 def test_every_architecture_has_the_same_kernels(source, pytestconfig):
     """So that what the tests say of one of them holds for the other."""
     cache = pytestconfig.cache.mkdir("ptx")

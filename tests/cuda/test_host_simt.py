@@ -1,12 +1,14 @@
-"""host_cuda/simt.h, by which CUDA kernels run on the host, and host_cuda/launchers/runtime.cpp, the
-runtime of CUDA there, see the faults of host_cuda/faults.cpp."""
+"""host_cuda/simt.h, by which CUDA kernels run on the host, and host_cuda/runtime.cpp, the runtime
+there, see the faults of host_cuda/faults.cpp."""
 
+import functools
 import itertools
 import math
 
 import host_cuda
 import pytest
 from host_cuda import ASCENDING, DESCENDING, ORDERS
+from support.once import once
 
 pytestmark = pytest.mark.build  # compiles host_cuda/faults.cpp
 
@@ -40,9 +42,14 @@ NOT_A_NUMBER = (
 
 
 @pytest.fixture(scope="module")
-def result(host_executable):
+def faults(host_compiler, tmp_path_factory):
+    build = functools.partial(host_cuda.build_program, "faults")
+    return once(tmp_path_factory, "host-faults", build) / "faults"
+
+
+@pytest.fixture(scope="module")
+def result(faults):
     """fault, order -> what the kernel with that fault gives, where it ends."""
-    faults = host_executable("faults")
     return lambda fault, order=ASCENDING: float(host_cuda.execute(faults, fault, str(order)))
 
 
@@ -80,6 +87,5 @@ USES = {  # of the runtime -> what CUDA makes of them
 }
 
 
-def test_the_runtime_refuses_what_cuda_refuses(host_executable):
-    faults = host_executable("faults")
-    assert {use: host_cuda.execute(faults, use).decode().strip() for use in USES} == USES
+def test_the_runtime_refuses_what_cuda_refuses(faults):
+    assert {use: host_cuda.execute(faults, use).strip() for use in USES} == USES

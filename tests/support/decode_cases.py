@@ -1,5 +1,4 @@
-"""Calls of the decoder's kernels with what must come out, in float64 and from the definition: for
-the kernels on the host and on a GPU alike."""
+"""What must come out of a decoder's head and cells, in float64 and from the definition."""
 
 import math
 from collections.abc import Callable
@@ -31,8 +30,6 @@ EXP_RTOL = {
     torch.float64: 1e-14,
 }
 SMALLEST_HALF = 2.0**-24
-# A few roundings of numbers up to 10, one after another.
-CELL_TOLERANCE = {torch.float32: 4e-6, torch.float64: 1e-14}
 GRU, LSTM, RNN_TANH, RNN_RELU = KINDS = range(4)
 GATES = {GRU: 3, LSTM: 4, RNN_TANH: 1, RNN_RELU: 1}
 
@@ -140,86 +137,3 @@ def cell_step(
         return torch.sigmoid(o) * torch.tanh(new_c), new_c
     pre = from_x + from_h
     return (torch.tanh(pre) if kind == RNN_TANH else torch.relu(pre)), None
-
-
-def check_advance(
-    op: Op,
-    kind: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    *,
-    live: Tensor | None = None,
-    layout: Callable[[Tensor], Tensor] = LAYOUTS["shifted_slices"],
-) -> None:
-    batch, units = shape
-    gates = GATES[kind] * units
-
-    def draw(width: int) -> Tensor:
-        return layout((3 * torch.randn(batch, width)).to(dtype))
-
-    from_x, from_h, h, c = draw(gates), draw(gates), draw(units), None
-    h_next, c_next = layout(torch.zeros_like(h)), None
-    if kind == LSTM:
-        c, c_next = draw(units), layout(torch.zeros_like(h))
-    wide = None if c is None else c.double()
-    wanted = cell_step(kind, from_x.double(), from_h.double(), h.double(), wide)
-    op(kind, from_x, from_h, live, h, c, h_next, c_next)
-    for got, want, before in zip((h_next, c_next), wanted, (h, c)):
-        if got is None or want is None or before is None:
-            continue
-        alive = torch.ones(batch, dtype=torch.bool) if live is None else live
-        assert torch.equal(got[~alive], before[~alive])
-        _close(got[alive], want[alive], CELL_TOLERANCE[dtype], CELL_TOLERANCE[dtype])
-        assert_intact(got)
-
-
-def check_gradient(
-    op: Op,
-    kind: int,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    *,
-    live: Tensor | None = None,
-    layout: Callable[[Tensor], Tensor] = LAYOUTS["shifted_slices"],
-) -> None:
-    """Against autograd through the definition in float64."""
-    batch, units = shape
-
-    def draw(width: int) -> Tensor:
-        return (2 * torch.randn(batch, width)).to(dtype)
-
-    gates = [draw(units) for _ in range(4 if kind == GRU else GATES[kind])]  # pre-activations
-    h, d_out, dh = layout(draw(units)), layout(draw(units)), layout(draw(units))
-    c = dc = c_next = None
-    x = torch.cat(
-        [g.double() for g in gates[:3]] if kind == GRU else [g.double() for g in gates], 1
-    )
-    none = torch.zeros_like(x[:, : x.shape[1] - units])
-    from_h = torch.cat([none, gates[3].double()], 1) if kind == GRU else torch.zeros_like(x)
-    leaves = [x.requires_grad_(), from_h.requires_grad_(), h.double().requires_grad_()]
-    if kind == LSTM:
-        c, dc = layout(draw(units)), layout(draw(units))
-        leaves.append(c.double().requires_grad_())
-    h_next, wide_c = cell_step(kind, *leaves, *([] if kind == LSTM else [None]))
-    loss = (h_next * (dh.double() + d_out.double())).sum()
-    if wide_c is not None and dc is not None:
-        c_next = layout(wide_c.detach().to(dtype))
-        loss = loss + (wide_c * dc.double()).sum()
-    wanted = torch.autograd.grad(loss, leaves, materialize_grads=True)
-
-    pre = layout(torch.cat(gates, 1)) if kind in (GRU, LSTM) else None
-    if kind in (RNN_TANH, RNN_RELU):
-        h = layout(h_next.detach().to(dtype))
-    d_x = layout(torch.zeros(batch, GATES[kind] * units, dtype=dtype))
-    d_h = layout(torch.zeros_like(d_x)) if kind == GRU else None
-    before = [None if t is None else t.clone() for t in (dh, dc)]
-    op(kind, d_out, pre, h, c, c_next, live, dh, dc, d_x, d_h)
-    alive = torch.ones(batch, dtype=torch.bool) if live is None else live
-    for got, want in zip((d_x, d_h, dh, dc), wanted):
-        if got is None:
-            continue
-        _close(got[alive], want[alive], CELL_TOLERANCE[dtype], 4 * CELL_TOLERANCE[dtype])
-        assert_intact(got)
-    assert not any(t[~alive].any() for t in (d_x, d_h) if t is not None)
-    for got, old in zip((dh, dc), before):
-        assert got is None or old is None or torch.equal(got[~alive], old[~alive])

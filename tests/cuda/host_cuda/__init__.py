@@ -1,201 +1,142 @@
-"""The kernels of csrc/cuda, compiled for the host and called like the operators they implement.
+"""The launchers of csrc/cuda and their kernels on the host: a library whose operators answer for
+tensors of the CPU.
 
-`simt.h` is CUDA's execution model, `driver.cpp` what stands between a call and its kernels; both
-are built with AddressSanitizer and UBSan, or by races.py. Every call runs in a process of its own,
-several times, and must leave the same bits whatever the grid and the order of the threads. The
-kernels can also be those that nvcc makes of the same source: see ptx.
+`simt.h` is CUDA's execution model, `runtime.cpp` CUDA's runtime and `torch.cpp` what torch has of a
+GPU; `host.h` comes before each launcher. The kernels are those that the host's compiler makes,
+under AddressSanitizer and UBSan, or under the race detector of races.h; or those that nvcc makes,
+under AddressSanitizer: see ptx. A program that uses the library runs in a Python of its own and
+imports `host_cuda.loaded` first. The tests in `checks` are such programs.
 """
 
-import ctypes
 import os
-import struct
 import subprocess
-from collections.abc import Sequence
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
-import torch
-from support.programs import compiler
-from torch import Tensor
+from support import ROOT
+from support.programs import compiler, sanitizer_runtime
+from torch.utils import cpp_extension
 
 from accumext.backends import _build
-from accumext.ops import reference
+from host_cuda import mutants
 
 FOLDER = Path(__file__).parent
-PLAIN_FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off"]
-PLAIN_FLAGS += [f"-I{FOLDER}", f"-I{FOLDER / 'launchers'}"]
-FLAGS = [
-    *PLAIN_FLAGS,
-    "-fsanitize=address,undefined",
-    "-fno-sanitize-recover=all",
-    f"-I{_build.csrc()}",
-]
+PLAIN_FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", f"-I{FOLDER}"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 # Its search for leaks needs ptrace, which containers may forbid.
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
-TIMEOUT_S = 120.0  # tens of times the longest call
+TIMEOUT_S = 590.0
 ARCH = os.environ.get("HOST_CUDA_ARCH")  # such as sm_90: the kernels are nvcc's, see ptx
+LIBRARY = "HOST_CUDA_LIBRARY"  # the variable that tells a program where the library is
 
 ASCENDING, DESCENDING, SHUFFLED = ORDERS = range(3)  # host_cuda::Order
-_Run = TypeVar("_Run")
+
+# The detector is told of calls of these, but not of what the compiler puts in their place.
+_WRAPPED = ("memcpy", "memset")
+_DETECTOR = [
+    "-DHOST_CUDA_RACES",
+    "-fsanitize=thread",
+    "--param=tsan-instrument-func-entry-exit=0",
+    "-fno-threadsafe-statics",  # their guards are atomic, of which the detector is not told
+    *(f"-fno-builtin-{function}" for function in _WRAPPED),
+]
 
 
-def usual(*runs: _Run) -> tuple[_Run, ...]:
-    """The runs of a call, in tests that are not of the order: of nvcc's kernels the last alone."""
-    return runs if ARCH is None else runs[-1:]
+def has_sanitizers() -> bool:
+    """Tell whether the compiler has the runtime that a program must preload."""
+    return sanitizer_runtime("libasan.so") is not None
 
 
-# (order of the threads, blocks of the grid): of warps fewer, as many and more than most calls have
-# chunks for.
-RUNS = usual((ASCENDING, 1), (DESCENDING, 2), (SHUFFLED, 7), (DESCENDING, 20))
+def has_detector() -> bool:
+    """Tell whether the compiler is GCC, whose reports the race detector knows."""
+    version = subprocess.run([*compiler(), "--version"], capture_output=True, text=True, check=True)
+    return "clang" not in version.stdout
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # accumext::Dtype
+
+def build_library(folder: Path, *, races: bool = False, kernels: list[Path] | None = None) -> None:
+    """Compile the library into `folder`, with all mutants in it, switched off.
+
+    With `races` under the race detector. `kernels`: objects of nvcc's, which then run in place of
+    the library's own.
+    """
+    csrc = folder / "csrc"
+    mutants.write_sources(csrc)
+    flags = [*PLAIN_FLAGS, f"-I{csrc}", "-fPIC", "-w", *(_DETECTOR if races else SANITIZERS)]
+    if kernels:  # the library's own are only looked up, by their names
+        flags += ["-O0", "-fno-sanitize=undefined"]
+    flags += [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    flags += [flag for flag in _build.nvcc_flags() if flag.startswith("-DUSE")]
+
+    def compiled(source: Path) -> str:
+        own = flags
+        if source.suffix == ".cu":
+            own = [*flags, *(flag for flag in _build.nvcc_flags() if flag.startswith("-DTORCH"))]
+            own += ["-include", str(FOLDER / "host.h"), "-x", "c++"]
+            if source.parent.name == "cuda" and not races:
+                own.append("-O0")  # their tests are over sooner than an optimising compiler
+        elif source.name == "races.cpp":
+            own = [*PLAIN_FLAGS, "-O2", "-fPIC"]
+        target = str(folder / f"{source.stem}.o")
+        run_compiler(*own, "-c", str(source), "-o", target)
+        return target
+
+    sources = [*csrc.glob("cuda/**/*.cu"), FOLDER / "runtime.cpp", FOLDER / "torch.cpp"]
+    if races:
+        sources.append(FOLDER / "races.cpp")
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        objects = [*pool.map(compiled, sources), *map(str, kernels or ())]
+    linked = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs" if races else SANITIZERS[0]]
+    if races:
+        linked += [f"-Wl,--wrap={function}" for function in _WRAPPED]
+    linked += [f"-L{path}" for path in cpp_extension.library_paths()]
+    libraries = ["-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
+    run_compiler(*linked, *objects, *libraries, "-o", str(folder / "launchers.so"))
 
 
-def build(name: str, folder: Path, *flags: str) -> Path:
-    """Compile `name`.cpp of this folder into an executable in `folder`."""
+def build_program(name: str, folder: Path, *objects: Path) -> Path:
+    """Compile `name`.cpp of this folder into an executable in `folder`, linked with these."""
     executable = folder / Path(name).name
-    unit = executable.with_suffix(".o")
-    command = [*compiler(), *FLAGS, *flags, "-c", str(FOLDER / f"{name}.cpp"), "-o", str(unit)]
-    subprocess.run(command, check=True, timeout=600)
-    link(unit, executable=executable)
+    source = str(FOLDER / f"{name}.cpp")
+    flags = [*PLAIN_FLAGS, f"-I{_build.csrc()}", *SANITIZERS]
+    # With the names of all functions, by which kernels are found.
+    run_compiler(*flags, "-rdynamic", source, *map(str, objects), "-ldl", "-o", str(executable))
     return executable
 
 
-def link(*objects: Path, executable: Path) -> None:
-    """With the names of all functions, by which kernels are found."""
-    command = [*compiler(), "-fsanitize=address,undefined", "-rdynamic", *map(str, objects)]
-    subprocess.run([*command, "-ldl", "-o", str(executable)], check=True, timeout=600)
+def run_compiler(*arguments: str) -> None:
+    subprocess.run([*compiler(), *arguments], check=True, timeout=900)
 
 
-def execute(executable: Path, *arguments: str, request: bytes = b"") -> bytes:
+def execute(executable: Path, *arguments: str) -> str:
     """Return the output of an executable; RuntimeError with its words if it found a fault."""
     done = subprocess.run(
-        [executable, *arguments],
-        input=request,
-        capture_output=True,
-        timeout=TIMEOUT_S,
-        env=os.environ | ENVIRONMENT,
-    )
+        [executable, *arguments], capture_output=True, text=True, errors="replace",
+        timeout=TIMEOUT_S, env=os.environ | ENVIRONMENT,
+    )  # fmt: skip
     if done.returncode != 0:
-        raise RuntimeError(done.stderr.decode(errors="replace"))
+        raise RuntimeError(done.stderr)
     return done.stdout
 
 
-class Driver:
-    """A program that runs operators on the kernels.
-
-    `runs`: pairs of an order and a grid to run a call with.
-    """
-
-    def __init__(self, executable: Path) -> None:
-        self._executable = executable
-
-    def call(self, op: str, runs: Sequence[tuple[int, int]], *arguments: object) -> None:
-        """With tensors or None, numbers, dtypes, and lists of these; what is written there must be
-        the same of all runs."""
-        request = _Request()
-        request.put(*arguments)
-        request.take_back(execute(self._executable, op, request=request.bytes(runs)), runs)
-
-
-class HostCuda(Driver):
-    """The operators, by driver.cpp. Arguments and results as in accumext.ops.reference."""
-
-    def total_norm(
-        self, grads, *, norm_type=2.0, inv_scale=1.0, found_inf=None, runs=RUNS
-    ) -> Tensor:
-        norm = _unwritten_norm(grads)
-        self.call("total_norm", runs, *_scalar(inv_scale), norm, found_inf, norm_type, grads)
-        return norm
-
-    def accumulate_(
-        self, main_grads, grads, *, inv_scale=1.0, found_inf=None, overwrite=False, runs=RUNS
-    ) -> Tensor:
-        norm = _unwritten_norm(main_grads)
-        options = (*_scalar(inv_scale), norm, found_inf, overwrite)
-        self.call("accumulate_", runs, *options, main_grads, grads)
-        return norm
-
-    def unscale_check_clip_accumulate_(
-        self, main_grads, grads, *, inv_scale=1.0, norm_type=2.0, max_norm, found_inf=None,
-        if_finite=False, overwrite=False, runs=RUNS,
-    ) -> Tensor:  # fmt: skip
-        norm = _unwritten_norm(grads)
-        options = (*_scalar(inv_scale), norm, found_inf, norm_type, max_norm, if_finite, overwrite)
-        self.call("unscale_check_clip_accumulate_", runs, *options, main_grads, grads)
-        return norm
-
-    def scale_(self, grads, factor, *, runs=RUNS) -> None:
-        self.call("scale_", runs, *_scalar(factor), grads)
-
-    def copy_rounded_(self, targets, sources, *, seed=None, found_inf=None, runs=RUNS) -> None:
-        self.call("copy_rounded_", runs, seed, found_inf, targets, sources)
-
-    def window_factors(
-        self, numbers, flags, main_grads, norm, *, unit, device_unit, weight, scale, max_norm,
-        normalised, checks_norm, overflow, found_inf, finite, runs=RUNS,
-    ) -> None:  # fmt: skip
-        scalars = (norm, 0.0, device_unit, unit, weight, 1.0, scale, 1.0, overflow, 0.0)
-        given = (number is not None for number in (max_norm, weight, finite))
-        rules = (max_norm or 0.0, *given, normalised, checks_norm)
-        norm_dtype = _unwritten_norm(main_grads).dtype
-        self.call(
-            "window_factors", runs, *scalars, found_inf, 0.0, finite, 1.0, *rules, numbers, flags,
-            norm_dtype, main_grads,
-        )  # fmt: skip
-
-
-class _Request:
-    """Words and memory, in the order in which a driver reads them."""
-
-    def __init__(self) -> None:
-        self._words = bytearray()
-        self._storages: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by address, numbered
-
-    def put(self, *arguments: object) -> None:
-        for argument in arguments:
-            if isinstance(argument, int):
-                self._words += struct.pack("<q", argument)
-            elif isinstance(argument, float):
-                self._words += struct.pack("<d", argument)
-            elif isinstance(argument, torch.dtype):
-                self.put(_DTYPES.index(argument) if argument.is_floating_point else 0)
-            elif isinstance(argument, Tensor):
-                storage = argument.untyped_storage()
-                new = len(self._storages), storage
-                index, _ = self._storages.setdefault(storage.data_ptr(), new)
-                offset = argument.storage_offset() * argument.element_size()
-                self.put(index, offset, argument.dtype, argument.shape, argument.stride())
-            elif argument is None:
-                self.put(-1, 0, 0, (), ())  # a tensor that is not given
-            else:
-                self.put(len(argument), *argument)
-
-    def bytes(self, runs: Sequence[tuple[int, int]]) -> bytes:
-        parts = [struct.pack("<q", len(runs))]
-        parts += [struct.pack("<2q", order, grid) for order, grid in runs]
-        parts.append(struct.pack("<q", len(self._storages)))
-        for _, storage in self._storages.values():
-            parts.append(struct.pack("<q", storage.nbytes()))
-            parts.append(ctypes.string_at(storage.data_ptr(), storage.nbytes()))
-        return b"".join([*parts, self._words])
-
-    def take_back(self, results: bytes, runs: Sequence[tuple[int, int]]) -> None:
-        """Write what the runs left, which must be the same of all, into the tensors."""
-        size = sum(storage.nbytes() for _, storage in self._storages.values())
-        assert len(results) == len(runs) * size
-        first = results[:size]
-        for i, run in enumerate(runs):
-            same = results[i * size : (i + 1) * size] == first
-            assert same, f"(order, grid) {run} and {runs[0]} leave different bits"
-        for _, storage in self._storages.values():
-            ctypes.memmove(storage.data_ptr(), first, storage.nbytes())
-            first = first[storage.nbytes() :]
-
-
-def _scalar(number: float | Tensor) -> tuple[Tensor | None, float]:
-    return (number, 1.0) if isinstance(number, Tensor) else (None, number)
-
-
-def _unwritten_norm(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.full((), float("nan"), dtype=reference.accumulation_dtype(*tensors))
+def run_checks(
+    library: Path, *arguments: str, sanitized: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """pytest with these arguments and the library; -s, because captured output is lost where a
+    fault ends the process."""
+    variables = {
+        LIBRARY: str(library),
+        "ACCUMEXT_BACKEND": "reference",  # no other kernels
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests/cuda"))),
+    }
+    if sanitized:
+        # The sanitizer looks for the C++ library when the process begins, and Python has none.
+        preloaded = (sanitizer_runtime(name) for name in ("libasan.so", "libstdc++.so"))
+        variables["LD_PRELOAD"] = ":".join(map(str, preloaded))
+    options = ["-q", "-n0", "-s", "-p", "host_cuda.loaded", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *arguments],
+        cwd=ROOT, env=os.environ | ENVIRONMENT | variables, capture_output=True, text=True,
+        timeout=TIMEOUT_S,
+    )  # fmt: skip

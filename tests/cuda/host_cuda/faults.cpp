@@ -1,5 +1,5 @@
 // Kernels and uses of CUDA's runtime with one fault each, by which the tests know that simt.h, the
-// sanitizers and launchers/runtime.cpp see it. Usage: faults NAME ORDER; prints the result of the
+// sanitizers and runtime.cpp see it. Usage: faults NAME ORDER; prints the result of the
 // kernel, or the name of the runtime's last error.
 #include "instructions.h"
 //
@@ -9,7 +9,7 @@
 
 #include "cuda/decoder/grid_barrier.cuh"
 #include "cuda/decoder/instructions.cuh"
-#include "launchers/runtime.cpp"
+#include "runtime.cpp"
 
 namespace {
 
@@ -191,8 +191,7 @@ const std::map<std::string, void (*)(double*)> kKernels = {
 
 // --- uses of CUDA's runtime ---
 
-constexpr int kNotCooperative = 3;
-constexpr size_t kMostShared = 232448;  // of an H100, dynamic and static
+constexpr int kMostShared = 232448;  // of an H100, dynamic and static
 
 void fill(float* data) { data[threadIdx.x] = 1.0f; }
 
@@ -243,7 +242,7 @@ const std::map<std::string, void (*)()> kUses = {
      }},
     {"blocks_that_cannot_wait",
      [] {
-       use_device(kNotCooperative);
+       use_device(runtime().add_device({2, kMostShared, 90, /*cooperative=*/false, 65536}));
        start({.together = true});
      }},
     {"memory_given_back_before",
@@ -268,6 +267,7 @@ const std::map<std::string, void (*)()> kUses = {
 int main(int, char** arguments) {
   const std::string name = arguments[1];
   if (kUses.contains(name)) {
+    runtime().add_device({132, kMostShared, 90, /*cooperative=*/true, 65536});  // an H100
     kUses.at(name)();
     synchronize(/*last_first=*/false);
     std::puts(cudaGetErrorName(cudaGetLastError()));

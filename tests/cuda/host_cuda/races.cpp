@@ -1,7 +1,7 @@
 // See races.h. This file itself is compiled without instrumentation.
 #include "races.h"
 
-#include <unistd.h>
+#include <dlfcn.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -71,13 +71,14 @@ struct Release {
   Clock clock;
 };
 
-// Never destroyed, as the driver's memory may outlive it.
+// Never destroyed, as memory that is watched may outlive it.
 auto& regions = *new std::map<uintptr_t, Region>;
 auto& blocks = *new std::vector<Block>;
 auto& releases = *new std::map<const void*, std::vector<Release>>;
 constexpr size_t kMostFound = 8;
 auto& racing = *new std::set<std::pair<const void*, const void*>>;  // places in the program
 auto& found = *new std::set<std::pair<std::string, std::string>>;   // and in the source
+auto& said = *new std::string;                                      // of these
 
 bool running = false;
 bool atomic = false;
@@ -91,9 +92,12 @@ std::string place(const void* at) {
   const auto [entry, is_new] = known.try_emplace(at);
   std::string& text = entry->second;
   if (!is_new) return text;
-  char command[100];
-  const auto address = reinterpret_cast<uintptr_t>(at) - 1;  // in the call
-  std::snprintf(command, sizeof(command), "addr2line -i -e /proc/%d/exe %#zx", getpid(), address);
+  Dl_info library{};
+  dladdr(at, &library);
+  const auto begin = reinterpret_cast<uintptr_t>(library.dli_fbase);
+  const auto address = reinterpret_cast<uintptr_t>(at) - begin - 1;  // in the call
+  char command[5000];
+  std::snprintf(command, sizeof(command), "addr2line -i -e '%s' %#zx", library.dli_fname, address);
   FILE* const lines = popen(command, "r");
   char line[4096];
   for (int left = 3; lines != nullptr && std::fgets(line, sizeof(line), lines) != nullptr;) {
@@ -118,9 +122,12 @@ void report(const Region& region, size_t byte, const Access& first, const Access
   if (found.size() == kMostFound || !racing.insert({first.at, second.at}).second) return;
   if (!found.insert({place(first.at), place(second.at)}).second) return;
   constexpr const char* kNames[] = {"device", "dynamic shared", "static shared"};
-  std::fprintf(stderr, "host_cuda: race in %s memory, byte %zu, launch %lld: %s; %s\n",
-               kNames[static_cast<int>(region.space)], byte, static_cast<long long>(launches),
-               description(first).c_str(), description(second).c_str());
+  const std::string text = std::string("race in ") + kNames[static_cast<int>(region.space)] +
+                           " memory, byte " + std::to_string(byte) + ", launch " +
+                           std::to_string(launches) + ": " + description(first) + "; " +
+                           description(second) + "\n";
+  said += text;
+  std::fputs(text.c_str(), stderr);  // at once: the process may end before it is asked
 }
 
 // Tells whether an access happened before one that the running thread makes now.
@@ -204,9 +211,7 @@ void end_access(const void* memory, size_t size, bool write) {
 
 void end_launch() {
   if (launches > 0 && accesses == accesses_before) {
-    std::fprintf(stderr, "host_cuda: no access of launch %lld was checked\n",
-                 static_cast<long long>(launches));
-    std::_Exit(1);
+    said += "no access of launch " + std::to_string(launches) + " was checked\n";
   }
   accesses_before = accesses;
 }
@@ -230,12 +235,12 @@ void begin_launch(int64_t count) {
   releases.clear();
 }
 
-void finish() {
+std::string finish() {
   end_launch();
-  std::fprintf(stderr, "host_cuda: %lld accesses checked, %zu%s pairs of places race\n",
-               static_cast<long long>(accesses), found.size(),
-               found.size() < kMostFound ? "" : " or more");
-  if (launches == 0 || !found.empty()) std::_Exit(1);
+  launches = 0;
+  racing.clear();
+  found.clear();
+  return std::exchange(said, {});
 }
 
 void resume(unsigned its_block, unsigned its_thread) {
@@ -341,10 +346,20 @@ void* __wrap_memset(void* to, int value, size_t size) {
   return __real_memset(to, value, size);
 }
 
-// The sanitizers that these builds are without, as simt.h and request.h call them.
+// Of shared pointers and classes on the host, which no kernel has.
+int __tsan_atomic32_fetch_add(volatile int* at, int more, int) {
+  return __atomic_fetch_add(at, more, __ATOMIC_SEQ_CST);
+}
+int __tsan_atomic32_load(const volatile int* at, int) {
+  return __atomic_load_n(at, __ATOMIC_SEQ_CST);
+}
+void __tsan_vptr_update(void**, void*) {}
+
+// The sanitizers that these builds are without, as others here call them.
 void __sanitizer_start_switch_fiber(void**, const void*, size_t) {}
 void __sanitizer_finish_switch_fiber(void*, const void**, size_t*) {}
 void __asan_poison_memory_region(const volatile void*, size_t) {}
 void __asan_unpoison_memory_region(const volatile void*, size_t) {}
+void* __asan_region_is_poisoned(void*, size_t) { return nullptr; }
 
 }  // extern "C"

@@ -1,6 +1,6 @@
 // A race detector for kernels on the host. With HOST_CUDA_RACES the compiler reports every access
 // to memory (-fsanitize=thread) to races.cpp, which is the runtime in place of ThreadSanitizer's;
-// simt.h and request.h report here what is shared, who runs, and who waits for whom.
+// simt.h and runtime.cpp report here what is shared, who runs, and who waits for whom.
 //
 // Two accesses of a byte are a race if one of them writes and neither happens before the other. As
 // in the memory model of PTX, what happens before what follows from
@@ -18,6 +18,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace host_cuda::races {
 
@@ -35,7 +36,7 @@ void watch(Space space, const void* begin, size_t bytes);
 void forget(const void* begin);
 
 void begin_launch(int64_t blocks);
-void finish();  // after the last: the process fails if there was a race, or a launch without access
+std::string finish();  // races since it was asked last, a line each, and launches without access
 
 // Sets the thread that runs; after pause() none does, and no access is a kernel's.
 void resume(unsigned block, unsigned thread);

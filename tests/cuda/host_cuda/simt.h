@@ -27,6 +27,7 @@
 #include <random>
 #include <source_location>
 #include <span>
+#include <string>
 #include <string_view>
 #include <tuple>
 #include <utility>
@@ -162,18 +163,23 @@ inline bool same(const Site& a, const Site& b) {
   std::_Exit(1);
 }
 
-// Tells whether a fault that a test has put into the sources is switched on: see mutants.py.
-inline bool mutant(int number) {
-  static const int chosen = [] {
+// The number of the fault that is switched on of those which a test has put into the sources, or
+// -1: see mutants.py.
+inline int& chosen_mutant() {
+  static int chosen = [] {
     const char* const text = std::getenv("HOST_CUDA_MUTANT");
     return text == nullptr ? -1 : std::atoi(text);
   }();
-  return number == chosen;
+  return chosen;
 }
+
+inline bool mutant(int number) { return number == chosen_mutant(); }
 
 // Static shared memory: the thread-local storage of the program, or the library, that this is
 // compiled into.
 inline std::span<std::byte> shared_memory() {
+  static thread_local volatile char any;  // a library has no such storage before it is used
+  static_cast<void>(any);
   using Memory = std::span<std::byte>;
   const auto find = [](dl_phdr_info* module, size_t, void* result) {
     const auto here = reinterpret_cast<uintptr_t>(&shared_memory) - module->dlpi_addr;
@@ -202,17 +208,21 @@ inline std::map<std::string_view, Translated*>& translated() {
   return kernels;
 }
 
+inline std::string name_of(const void* kernel) {
+  Dl_info symbol{};
+  dladdr(kernel, &symbol);
+  return symbol.dli_sname == nullptr ? "a local kernel" : symbol.dli_sname;
+}
+
 // A thread of a kernel: the translated one if the program has any, else that of the host's
 // compiler.
 template <typename... Parameters, typename... Arguments>
 std::function<void()> thread_of(void (*kernel)(Parameters...), const Arguments&... arguments) {
   std::tuple<std::decay_t<Parameters>...> given(arguments...);
   if (translated().empty()) return [=] { std::apply(kernel, given); };
-  Dl_info symbol{};
-  dladdr(reinterpret_cast<void*>(kernel), &symbol);
-  const char* const name = symbol.dli_sname == nullptr ? "a local kernel" : symbol.dli_sname;
+  const std::string name = name_of(reinterpret_cast<const void*>(kernel));
   const auto found = translated().find(name);
-  if (found == translated().end()) fail(name, Site::current());
+  if (found == translated().end()) fail(name.c_str(), Site::current());
   return [=]() mutable {
     std::apply(
         [&](auto&... each) {

@@ -1,9 +1,9 @@
 """The kernels of csrc/cuda as nvcc makes them, on the host.
 
 nvcc compiles what runs on a GPU by itself: what the host's compiler makes of the same source shows
-none of its faults. So its PTX is translated into C++, linked with a driver of host_cuda, and takes
-the place of the driver's own kernels there. Two things are not covered: ptxas, which turns PTX into
-instructions of a GPU, and how a GPU orders accesses to memory.
+none of its faults. So its PTX is translated into C++, linked into the library of host_cuda, and
+takes the place of the library's own kernels there. Two things are not covered: ptxas, which turns
+PTX into instructions of a GPU, and how a GPU orders accesses to memory.
 """
 
 import functools
@@ -17,27 +17,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
-from support.programs import compiler
 
 import host_cuda
 from accumext.backends import _build
 from host_cuda.ptx.translate import translate
 
 FOLDER = Path(__file__).parent
-# Sources of csrc/cuda that hold the kernels of a driver.
-SOURCES = {
-    "driver": ("accumulate", "copy_rounded", "norm", "scale", "window_factors"),
-    "decoder": tuple(
-        f"decoder/{name}"
-        for name in ("decode_steps", "head_forward", "head_objective", "rnn_backward")
-    ),
-    "persistent": tuple(f"decoder/persistent_steps_{tiles}" for tiles in (1, 2, 4)),
-}
+# Sources of csrc/cuda with kernels.
+SOURCES = sorted(
+    str(path.relative_to(_build.csrc() / "cuda").with_suffix(""))
+    for path in _build.csrc().glob("cuda/**/*.cu")
+    if path.stem not in ("clip", "upload_cache")  # which launch kernels of others
+)
 FLAGS = [
     *host_cuda.PLAIN_FLAGS,
     "-g0",
     "-O0",  # their tests are over sooner than an optimising compiler would be
     "-w",
+    "-fPIC",
     f"-I{_build.csrc()}",
 ]
 COMPILED = "HOST_CUDA_PTX"  # the variable that names the folder where nvcc's PTX is already
@@ -47,22 +44,19 @@ def available() -> bool:
     return COMPILED in os.environ or shutil.which("nvcc") is not None
 
 
-def build(driver: Path, arch: str, cache: Path) -> Path:
-    """An executable beside `driver` and like it, with nvcc's kernels for `arch`, such as "sm_90".
+def build(arch: str, cache: Path) -> list[Path]:
+    """Objects with nvcc's kernels for `arch`, such as "sm_90".
 
     Files that are compiled on the way are kept in `cache`, by the content of their sources."""
 
-    def compiled(source: str) -> str:
+    def compiled(source: str) -> Path:
         code = translate(assembly(source, arch, cache))
         headers = [path.read_text() for path in sorted(host_cuda.FOLDER.rglob("*.h"))]
         facts = [code, *headers, *FLAGS]
-        return str(_kept(cache, facts, lambda to: compile_translated(code, to)))
+        return _kept(cache, facts, lambda to: compile_translated(code, to))
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = list(pool.map(compiled, SOURCES[driver.name]))
-    executable = driver.with_name(f"{driver.name}_{arch}")
-    host_cuda.link(driver.with_suffix(".o"), *map(Path, objects), executable=executable)
-    return executable
+        return list(pool.map(compiled, SOURCES))
 
 
 def assembly(source: str, arch: str, cache: Path) -> str:
@@ -85,9 +79,7 @@ def compile_translated(code: str, to: Path) -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".cpp") as file:
         file.write(code)
         file.flush()
-        subprocess.run(
-            [*compiler(), *FLAGS, "-c", file.name, "-o", str(to)], check=True, timeout=900
-        )
+        host_cuda.run_compiler(*FLAGS, "-c", file.name, "-o", str(to))
 
 
 @functools.cache

@@ -1,5 +1,5 @@
 """What calls of the decoder's operators put on the device, and that no order of the threads changes
-a bit of them. pytest runs this with the launchers loaded: test_host_launchers.py."""
+a bit of them. pytest runs this with the launchers loaded: test_host_cuda.py."""
 
 import itertools
 from collections import Counter
@@ -19,8 +19,8 @@ from support.decoder_calls import (
 from support.tensors import assert_equal
 from torch.profiler import ProfilerActivity, profile
 
-from host_cuda import ORDERS
-from host_cuda.launchers import CROWDED, H100, NOT_COOPERATIVE, SLICE, SMALLER, loaded
+from host_cuda import ORDERS, loaded
+from host_cuda.loaded import CROWDED, H100, SLICE, SMALLER, STEP_BY_STEP
 
 # Rounded operands with sums of some dozens of float32 in two orders; exponentials in bfloat16.
 CLOSE = 2.0**-7
@@ -31,7 +31,7 @@ FREE = ("aten::empty", "aten::narrow", "aten::select", "aten::transpose")
 @pytest.fixture(autouse=True)
 def a_device_that_goes_step_by_step():
     yield
-    loaded.use_device(NOT_COOPERATIVE)
+    loaded.use_device(STEP_BY_STEP)
     loaded.set_order(ORDERS[0])
 
 
@@ -132,7 +132,7 @@ def test_a_window_is_one_launch(device):
     for steps in (2, 5) if device == SLICE else (2,):
         some = itertools.islice(windows(steps), None if device == SLICE else 2)
         for i, call in enumerate(some):
-            loaded.use_device(NOT_COOPERATIVE)
+            loaded.use_device(STEP_BY_STEP)
             loop = written(call)
             loaded.use_device(device)
             window = written(call)
@@ -145,7 +145,7 @@ def test_a_window_goes_step_by_step_where_its_blocks_do_not_fit():
     """Of whose kernel a multiprocessor cannot hold a block."""
     for call in itertools.islice(windows(steps=2), 2):
         counts = []
-        for device in (NOT_COOPERATIVE, CROWDED):
+        for device in (STEP_BY_STEP, CROWDED):
             loaded.use_device(device)
             counts.append(enqueued(call))
         assert counts[0] == counts[1]

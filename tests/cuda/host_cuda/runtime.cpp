@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 #include <ranges>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -41,20 +42,13 @@ constexpr size_t kSharedUnasked = 48 << 10;  // bytes that a block may have with
 constexpr size_t kSharedOfSystem = 1 << 10;  // of each block
 constexpr size_t kStaticShared = 2 << 10;    // of a kernel: a persistent one's, by ptxas
 constexpr int kRegistersOfThread = 255;      // the most: those of a kernel are not known here
+constexpr int kL2Bytes = 50 << 20;
 
 struct Properties {
-  int multiprocessors, shared_bytes, l2_bytes, major, minor;
+  int multiprocessors, shared_bytes, capability;
   bool cooperative;
-  int registers = 65536;  // of a multiprocessor
+  int registers;  // of a multiprocessor
 };
-constexpr Properties kDevices[] = {
-    {132, 232448, 50 << 20, 9, 0, true},       // an H100
-    {108, 101376, 40 << 20, 8, 6, true},       // 99 KB of shared memory
-    {3, 232448, 50 << 20, 9, 0, true},         // a slice of an H100, for small tests
-    {2, 232448, 50 << 20, 9, 0, false},        // whose blocks never wait for one another
-    {2, 232448, 50 << 20, 9, 0, true, 32768},  // too few registers for 255 in each of 256 threads
-};
-constexpr int kDeviceCount = std::size(kDevices);
 
 struct Memory {  // of torch's allocator
   size_t bytes;
@@ -64,23 +58,33 @@ struct Memory {  // of torch's allocator
 
 struct Runtime {
   Device kernels;
-  std::deque<Stream> streams;  // all there ever were, of the devices' default ones first
+  std::vector<Properties> devices;
+  std::deque<Stream> streams;            // all there ever were
+  std::vector<Stream*> default_streams;  // by device
+  std::vector<cudaStream_t> current;     // by device
   std::deque<Handle> handles;
   std::vector<std::vector<Work>> graphs;
   std::map<void*, Memory> memory;
   std::map<std::pair<int, const void*>, size_t> shared;  // dynamic bytes that a kernel may have
   int device = 0;
-  cudaStream_t current[kDeviceCount] = {};
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   cudaError_t last_error = cudaSuccess;
   unsigned long long captures = 0;
   size_t free_memory = std::numeric_limits<size_t>::max();
   int64_t allocations = 0, launches = 0;
+  std::set<const void*> launched;
+  int64_t last_blocks = 0, last_shared_bytes = 0;  // of the last launch
   bool waits = true;
 
-  Runtime() {
-    for (int device = 0; device < kDeviceCount; ++device) new_stream(device);
+  int add_device(const Properties& properties) {
+    const int device = static_cast<int>(devices.size());
+    devices.push_back(properties);
+    default_streams.push_back(&new_stream(device));
+    current.push_back(nullptr);
+    return device;
   }
+
+  const Properties& properties() const { return devices.at(device); }
 
   Stream& new_stream(int device) { return streams.emplace_back(device, streams.size() + 1); }
 };
@@ -95,7 +99,7 @@ cudaError_t failed(cudaError_t error) { return runtime().last_error = error; }
 // Null if the handle is of no stream.
 Stream* stream_of(cudaStream_t handle) {
   Runtime& all = runtime();
-  return handle == nullptr ? &all.streams[all.device] : handle->stream;
+  return handle == nullptr ? all.default_streams.at(all.device) : handle->stream;
 }
 
 Stream& current() { return *stream_of(runtime().current[runtime().device]); }
@@ -143,16 +147,16 @@ bool spoils_capture() {
 
 // Blocks of a kernel that a multiprocessor holds.
 int resident_blocks(size_t threads, size_t shared_bytes) {
-  const size_t shared = kDevices[runtime().device].shared_bytes + kSharedOfSystem;
+  const size_t shared = runtime().properties().shared_bytes + kSharedOfSystem;
   const size_t by_shared = shared / (shared_bytes + kStaticShared + kSharedOfSystem);
   const size_t by_threads = kThreadsPerMultiprocessor / threads;
   const size_t by_registers =
-      kDevices[runtime().device].registers / (threads * (kRegistersOfThread + 1));
+      runtime().properties().registers / (threads * (kRegistersOfThread + 1));
   return static_cast<int>(std::min({by_shared, by_threads, by_registers}));
 }
 
 cudaError_t refusal(const cudaLaunchConfig_t& config, const void* kernel) {
-  const Properties& device = kDevices[runtime().device];
+  const Properties& device = runtime().properties();
   const auto [blocks, y, z] = config.gridDim;
   const unsigned threads = config.blockDim.x;
   if (blocks < 1 || blocks > kMostBlocks || threads < 1 || threads > kMostThreads) {
@@ -177,6 +181,9 @@ cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, Work wo
     fail("a kernel is launched on another stream than torch's current one", Site::current());
   }
   ++runtime().launches;
+  runtime().launched.insert(kernel);
+  runtime().last_blocks = config.gridDim.x;
+  runtime().last_shared_bytes = static_cast<int64_t>(config.dynamicSmemBytes);
   return put(stream_of(config.stream), std::move(work));
 }
 
@@ -190,6 +197,7 @@ void* take(size_t bytes) {
   constexpr size_t kAlignment = 512;
   void* memory = nullptr;
   if (posix_memalign(&memory, kAlignment, std::max<size_t>(bytes, 1)) != 0) std::abort();
+  watch_tensor(memory, bytes);
   ASAN_POISON_MEMORY_REGION(memory, bytes);
   Stream& stream = current();
   put(&stream, [=] {
@@ -203,10 +211,21 @@ void* take(size_t bytes) {
 void give_back(void* memory) {
   const auto [bytes, stream, capture] = runtime().memory.extract(memory).mapped();
   if (capture == 0) {
-    stream->work.push_back([=] { std::free(memory); });
+    stream->work.push_back([=] {
+      forget_tensor(memory);
+      std::free(memory);
+    });
   } else if (stream->capture && stream->capture->id == capture) {
     put(stream, [=] { ASAN_POISON_MEMORY_REGION(memory, bytes); });
   }
+}
+
+void watch_tensor(const void* memory, size_t bytes) {
+  if constexpr (races::kOn) races::watch(races::Space::kDevice, memory, bytes);
+}
+
+void forget_tensor(const void* memory) {
+  if constexpr (races::kOn) races::forget(memory);
 }
 
 void enqueue(Work work) { put(&current(), std::move(work)); }
@@ -231,6 +250,12 @@ using namespace host_cuda;
 
 EXPORTED void host_cuda_set_order(int64_t order) {
   runtime().kernels.set_order(static_cast<Order>(order));
+}
+
+// Returns the number of a new device.
+EXPORTED int host_cuda_new_device(int multiprocessors, int shared_bytes, int capability,
+                                  bool cooperative, int registers) {
+  return runtime().add_device({multiprocessors, shared_bytes, capability, cooperative, registers});
 }
 
 EXPORTED void host_cuda_use_device(int device) { use_device(device); }
@@ -274,6 +299,29 @@ EXPORTED int64_t host_cuda_allocations() { return runtime().allocations; }
 // Kernels since the process began.
 EXPORTED int64_t host_cuda_launches() { return runtime().launches; }
 
+// Of the last launch.
+EXPORTED int64_t host_cuda_blocks() { return runtime().last_blocks; }
+EXPORTED int64_t host_cuda_shared_bytes() { return runtime().last_shared_bytes; }
+
+// The kernels of these, by their mangled names.
+EXPORTED const char* host_cuda_kernels() {
+  static std::string names;
+  names.clear();
+  for (const void* const kernel : runtime().launched) names += name_of(kernel) + "\n";
+  return names.c_str();
+}
+
+// From now on the mutant of this number is on; -1: none.
+EXPORTED void host_cuda_use_mutant(int number) { chosen_mutant() = number; }
+
+// What the race detector has said since it was asked last.
+EXPORTED const char* host_cuda_races() {
+  static std::string said;
+  said.clear();
+  if constexpr (races::kOn) said = races::finish();
+  return said.c_str();
+}
+
 // --- what launchers ask of it --------------------------------------------------------------------
 
 const char* cudaGetErrorName(cudaError_t error) {
@@ -290,10 +338,11 @@ const char* cudaGetErrorName(cudaError_t error) {
 cudaError_t cudaGetLastError() { return std::exchange(runtime().last_error, cudaSuccess); }
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device) {
-  if (device < 0 || device >= kDeviceCount) return failed(cudaErrorInvalidDevice);
-  const Properties& of = kDevices[device];
-  const int values[] = {of.multiprocessors, of.shared_bytes, of.l2_bytes,
-                        of.major,           of.minor,        of.cooperative};
+  const int count = static_cast<int>(runtime().devices.size());
+  if (device < 0 || device >= count) return failed(cudaErrorInvalidDevice);
+  const Properties& of = runtime().devices[device];
+  const int values[] = {of.multiprocessors, of.shared_bytes,    kL2Bytes,
+                        of.capability / 10, of.capability % 10, of.cooperative};
   *value = values[which];
   return cudaSuccess;
 }
@@ -304,7 +353,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
 }
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute, int value) {
-  const int most = kDevices[device()].shared_bytes - static_cast<int>(kStaticShared);
+  const int most = runtime().properties().shared_bytes - static_cast<int>(kStaticShared);
   if (value < 0 || value > most) return failed(cudaErrorInvalidValue);
   runtime().shared[{device(), kernel}] = value;
   return cudaSuccess;
@@ -322,6 +371,7 @@ cudaError_t cudaMalloc(void** memory, size_t bytes) {
   runtime().free_memory -= bytes;
   ++runtime().allocations;
   *memory = std::malloc(bytes);
+  watch_tensor(*memory, bytes);
   std::memset(*memory, static_cast<int>(kPoison), bytes);
   return cudaSuccess;
 }

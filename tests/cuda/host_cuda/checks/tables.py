@@ -1,6 +1,6 @@
 """Lists of tensors on streams of the runtime on the host: what waits, tables and captures.
 
-pytest runs this with the launchers loaded: test_host_launchers.py, whose mutants fail here.
+pytest runs this with the launchers loaded: test_host_cuda.py, whose mutants fail here.
 """
 
 import itertools
@@ -15,7 +15,8 @@ from torch import Tensor
 
 import accumext
 from accumext.ops import reference
-from host_cuda.launchers import H100, NOT_COOPERATIVE, SMALLER, loaded
+from host_cuda import loaded
+from host_cuda.loaded import H100, SMALLER, STEP_BY_STEP
 
 DTYPE_PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))
 MANY = 1030  # lists: more than there are tables of the smallest size
@@ -75,7 +76,7 @@ def work_waits():
     loaded.synchronize(False)
     loaded.wait_for_operators(True)
     loaded.set_free_memory(NO_LIMIT)
-    loaded.use_device(NOT_COOPERATIVE)
+    loaded.use_device(STEP_BY_STEP)
 
 
 @pytest.fixture(params=OPS)

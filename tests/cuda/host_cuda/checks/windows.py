@@ -1,7 +1,7 @@
-"""The persistent kernel of csrc/cuda, run on the host, against the reference.
+"""Windows of a decoder's steps by the persistent kernel of csrc/cuda, against the reference.
 
-Every call runs in several orders of the threads and blocks, which must leave the same bits; see
-host_cuda. The reference gets the operands that the kernel rounds to, and adds up in float32.
+Every call runs in several orders of the threads and blocks, which must leave the same bits: see
+host_cuda.ways. The reference gets the operands that the kernel rounds to, and adds up in float32.
 """
 
 import itertools
@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from host_cuda import ASCENDING, DESCENDING, SHUFFLED, usual
-from host_cuda.decoder import SHARED_BYTES, HostPersistent
 from support.decode_cases import (
     GATES,
     GRU,
@@ -28,20 +26,32 @@ from support.tensors import FLOAT_DTYPES, HALF_DTYPES, dtype_id
 from torch import Tensor
 
 from accumext.decoder import _operators as reference
-
-pytestmark = pytest.mark.build  # compiles the kernels
+from host_cuda import ASCENDING, DESCENDING, SHUFFLED, loaded
+from host_cuda.loaded import device
+from host_cuda.ways import Runs, in_every_way, usual
 
 PAD, EOS = 1, 2
-TWO_ORDERS = usual(ASCENDING, DESCENDING)
 
 # Sums of fewer than a hundred products in two orders, and functions of them.
 RTOL, ATOL = 2e-5, 2e-5
+STATIC = 2 << 10  # bytes of shared memory that are not the plan's
 EXPS_RTOL = {torch.float32: 1e-4, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}
 
 
-@pytest.fixture(scope="module")
-def kernel(host_executable):
-    return HostPersistent(host_executable("persistent"))
+operator = in_every_way(torch.ops.accumext.decode_steps.default)
+
+
+def decode_steps(*arguments: object, runs: Runs) -> int:
+    """The operator, whose windows are one launch each."""
+    before = loaded.launches()
+    used = operator(*arguments, runs=runs)
+    assert loaded.launches() == before + len(runs)
+    return used
+
+
+def on(blocks: int, *orders: int) -> Runs:
+    """Runs in these orders, on a device with a multiprocessor for each of so many blocks."""
+    return usual(*((order, device(blocks)) for order in orders))
 
 
 @pytest.fixture(autouse=True)
@@ -169,11 +179,10 @@ class Results:
         )  # fmt: skip
 
 
-def check(kernel, w: Window, *, blocks: int = 3, orders=TWO_ORDERS, **options) -> Results:
+def check(w: Window, *, runs: Runs | None = None) -> Results:
     """The whole window against the reference, then each step against it from the states, inputs
     and live rows that the kernel had at its beginning."""
-    runs = [(order, blocks) for order in orders]
-    found = w.decode(kernel.decode_steps, runs=runs, **options)
+    found = w.decode(decode_steps, runs=runs or on(3, ASCENDING, DESCENDING))
     whole = w.decode(reference.decode_steps_reference)
     steps = slice(w.begin, w.end)
     alive = torch.ones_like(found.tokens, dtype=torch.bool) if whole.live is None else whole.live
@@ -218,9 +227,9 @@ def check_step(w: Window, found: Results, step: int) -> None:
     assert not got[torch.arange(w.batch), tokens if targets is None else targets].any()
 
 
-def check_everything(kernel, w: Window, **options) -> Results:
+def check_everything(w: Window, **options) -> Results:
     """Also that nothing else is written, where there are no other values than finite ones."""
-    found = check(kernel, w, **options)
+    found = check(w, **options)
     assert_intact(found.stats)
     if found.exps is not None:
         assert_intact(found.exps.t())
@@ -234,9 +243,9 @@ def windows() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         yield f"cell {kind}, {dtype_id(dtype)}", own, {}
     for feedback in ("greedy", "sample"):
         yield f"own targets, {feedback}", {"feedback": feedback, "own": True}, {}
-        orders = (ASCENDING, DESCENDING, SHUFFLED, SHUFFLED)
+        runs = on(5, ASCENDING, DESCENDING, SHUFFLED, SHUFFLED)
         options = {"feedback": feedback, "temperature": 0.8, "steps": 2}
-        yield f"every order, {feedback}", options, {"blocks": 5, "orders": orders}
+        yield f"every order, {feedback}", options, {"runs": runs}
     # Of one, two and four tiles, and whose last row is beside each edge of them.
     for batch in (1, 7, 8, 9, 16, 17, 32, 33, 63, 64):
         options = {"kind": batch % len(KINDS), "dtype": HALF_DTYPES[batch // 4 % 2]}
@@ -258,8 +267,10 @@ def windows() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
     # More blocks than units and than tiles of words, and blocks with many of both.
     for kind, blocks in ((GRU, 1), (LSTM, 2), (GRU, 7), (LSTM, 13)):
         options = {"kind": kind, "batch": 9, "units": 11 if blocks > 2 else 50, "words": 20 * 13}
-        yield f"{blocks} blocks", {"steps": 2, **options}, {"blocks": blocks}
-    yield "a stream that goes round often", {"units": 72, "words": 16 * 8 * 5 - 3}, {"blocks": 1}
+        runs = on(blocks, ASCENDING, DESCENDING)
+        yield f"{blocks} blocks", {"steps": 2, **options}, {"runs": runs}
+    options, runs = {"units": 72, "words": 16 * 8 * 5 - 3}, on(1, ASCENDING, DESCENDING)
+    yield "a stream that goes round often", options, {"runs": runs}
     for feedback, lengths, eos in (
         *((feedback, True, EOS) for feedback in ("teacher", "scheduled", "greedy", "sample")),
         ("teacher", False, -1),
@@ -272,13 +283,13 @@ def windows() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
         yield f"{feedback}, {lengths}, {eos}", {"batch": batch, **options}, {}
     for temperature in (0.5, 3.0):
         options = {"batch": 6, "feedback": "sample", "temperature": temperature}
-        yield f"temperature {temperature}", options, {"blocks": 4, "orders": (SHUFFLED,)}
+        yield f"temperature {temperature}", options, {"runs": on(4, SHUFFLED)}
     for kind, dropout in ((GRU, 0.5), (LSTM, 0.0), (LSTM, 0.5), (RNN_RELU, 0.0)):
         options = {"kind": kind, "layers": 3, "dropout": dropout, "units": 21}
         yield f"layers of {kind}, dropout {dropout}", options, {}
     for table, exps in zip(FLOAT_DTYPES, (None, *reversed(FLOAT_DTYPES[1:]))):
         options = {"table_dtype": table, "exps_dtype": exps, "bias": False, "steps": 2}
-        yield f"table {table}, exps {exps}", options, {"orders": (SHUFFLED,)}
+        yield f"table {table}, exps {exps}", options, {"runs": on(3, SHUFFLED)}
     for begin, end in ((0, 1), (2, 4), (3, 6)):
         options = {"steps": 6, "begin": begin, "end": end, "feedback": "scheduled", "words": 12}
         yield f"steps {begin} to {end}", {"lengths": True, "eos": EOS, **options}, {}
@@ -289,12 +300,12 @@ def windows() -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize(("options", "how"), [pytest.param(*w[1:], id=w[0]) for w in windows()])
-def test_windows(kernel, options, how):
-    check_everything(kernel, Window(**options), **how)
+def test_windows(options, how):
+    check_everything(Window(**options), **how)
 
 
 @pytest.mark.parametrize("stages", [2, 3, 5, 7, 8])
-def test_as_little_shared_memory_as_that(kernel, stages):
+def test_as_little_shared_memory_as_that(stages):
     """Two stages of the head's weight at least, fewer than a warp takes in a step; cells' weights
     go before there are fewer than three."""
     w = Window(kind=RNN_TANH, units=64, words=16 * 8 * 5, steps=2)
@@ -303,25 +314,27 @@ def test_as_little_shared_memory_as_that(kernel, stages):
     resident = stages >= 3
     if resident:
         size += passes * chunks * 4 * 512
-    check_everything(
-        kernel, w, blocks=1, shared_bytes=size, resident=resident, stages=stages, orders=(SHUFFLED,)
-    )
+    small = device(1, shared_bytes=size + STATIC)
+    check_everything(w, runs=((SHUFFLED, small),))
+    assert size - 1024 <= loaded.shared_bytes() <= size
 
 
-def test_what_does_not_fit(kernel):
-    for w, size in ((Window(), 20_000), (Window(batch=65), SHARED_BYTES)):
-        with pytest.raises(RuntimeError, match="does not fit"):
-            w.decode(kernel.decode_steps, runs=((ASCENDING, 1),), shared_bytes=size)
+@pytest.mark.parametrize(("batch", "size"), [(5, 20_000), (65, 232448)])
+def test_what_does_not_fit(batch, size):
+    """The loop takes it: more than one launch."""
+    before = loaded.launches()
+    Window(batch=batch).decode(operator, runs=((ASCENDING, device(1, shared_bytes=size)),))
+    assert loaded.launches() > before + 1
 
 
 # --- logits --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("batch", [4, 20, 50])
-def test_exact_sums(kernel, batch):
+def test_exact_sums(batch):
     """Multiples of a quarter, of which all sums are exact: no bit may differ."""
     w = Window(batch=batch, kind=RNN_RELU, exact=True, steps=2, words=40, units=20)
-    found, whole = check_everything(kernel, w), w.decode(reference.decode_steps_reference)
+    found, whole = check_everything(w), w.decode(reference.decode_steps_reference)
     assert torch.equal(found.states[0], whole.states[0])
     assert torch.equal(found.stats[[0, 2]], whole.stats[[0, 2]])
 
@@ -335,21 +348,21 @@ def with_logits(values: Tensor, **options) -> Window:
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-def test_the_first_of_equal_logits_wins(kernel, blocks):
+def test_the_first_of_equal_logits_wins(blocks):
     for first, second in ((0, 1), (3, 8), (7, 15), (5, 16), (16, 128), (20, 260), (0, 299)):
         values = torch.full((300,), -1.0)
         values[[first, second]] = 2.0
-        found = with_logits(values).decode(kernel.decode_steps, runs=((SHUFFLED, blocks),))
+        found = with_logits(values).decode(decode_steps, runs=on(blocks, SHUFFLED))
         assert (found.tokens == first).all()
     zeros = torch.zeros(300)
     zeros[::2] = -0.0
-    found = check(kernel, with_logits(zeros), blocks=blocks, orders=(SHUFFLED,))
+    found = check(with_logits(zeros), runs=on(blocks, SHUFFLED))
     assert (found.tokens == 0).all()
     assert (found.stats[1] == 300).all()
 
 
 @pytest.mark.parametrize("feedback", ["greedy", "sample"])
-def test_logits_that_are_no_numbers(kernel, feedback):
+def test_logits_that_are_no_numbers(feedback):
     drawn = torch.randn(70)
     values = {
         "some": drawn.clone().index_fill_(0, torch.arange(0, 48), -math.inf),
@@ -361,7 +374,7 @@ def test_logits_that_are_no_numbers(kernel, feedback):
     tokens = {"all": 0, "infinite": 20, "nan": 30}
     for name, some in values.items():
         w = with_logits(some, feedback=feedback, batch=2)
-        found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
+        found = w.decode(decode_steps, runs=on(3, SHUFFLED))
         want = w.decode(reference.decode_steps_reference)
         torch.testing.assert_close(found.stats, want.stats, equal_nan=True)
         torch.testing.assert_close(found.exps, want.exps, equal_nan=True, rtol=2.0**-7, atol=0.0)
@@ -371,7 +384,7 @@ def test_logits_that_are_no_numbers(kernel, feedback):
             assert (found.tokens == tokens[name]).all()
 
 
-def test_infinite_states_leave_no_word_beyond_the_vocabulary(kernel):
+def test_infinite_states_leave_no_word_beyond_the_vocabulary():
     """Rows of the weight that are not there are zeros, and zeros times infinity are no numbers."""
     for words in (65, 70, 127):
         w = Window(kind=RNN_RELU, batch=3, words=words, steps=2)
@@ -379,11 +392,11 @@ def test_infinite_states_leave_no_word_beyond_the_vocabulary(kernel):
         for weight in w.cell[:2]:
             weight.abs_()
         w.head.abs_().add_(1)
-        found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
+        found = w.decode(decode_steps, runs=on(3, SHUFFLED))
         assert torch.equal(found.tokens, w.decode(reference.decode_steps_reference).tokens)
 
 
-def test_samples_of_equal_probabilities_are_exact(kernel):
+def test_samples_of_equal_probabilities_are_exact():
     """Logits of 0 and -inf: every sum is a whole number, and so are the thresholds."""
     for temperature in (1.0, 0.5):
         allowed = torch.randperm(300)[:64].sort().values
@@ -391,13 +404,13 @@ def test_samples_of_equal_probabilities_are_exact(kernel):
         w = with_logits(values, feedback="sample", temperature=temperature, batch=16)
         ranks = torch.arange(0, 64, 4) + torch.randint(4, (16,))
         w.uniforms = (ranks.double() / 64)[None]
-        found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
+        found = w.decode(decode_steps, runs=on(3, SHUFFLED))
         assert torch.equal(found.tokens[0], allowed[ranks])
 
 
-def test_a_target_that_is_no_word_has_no_logit(kernel):
+def test_a_target_that_is_no_word_has_no_logit():
     w = Window(batch=3, steps=1)
     w.targets[0] = torch.tensor([-1, 4, w.words])
-    found = w.decode(kernel.decode_steps, runs=((SHUFFLED, 3),))
+    found = w.decode(decode_steps, runs=on(3, SHUFFLED))
     assert found.stats[2].isnan().tolist() == [True, False, True]
     assert (found.exps[[0, 2]] > 0).all()

@@ -2,9 +2,10 @@
 whose run fails if it launched nothing."""
 
 import ctypes
+import functools
 import os
 from collections.abc import Callable
-from ctypes import c_bool, c_int, c_int64, c_void_p
+from ctypes import c_bool, c_char_p, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import accumext  # noqa: F401  (defines the operators)
 from accumext.decoder import _plan
-from host_cuda.launchers import LIBRARY, NOT_COOPERATIVE
+from host_cuda import LIBRARY
 
 _PATH = os.environ[LIBRARY]
 _ATEN = torch.library.Library("aten", "IMPL")
@@ -41,7 +42,13 @@ def _function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
 launches = _function("launches", c_int64)  # kernels since the process began
 allocations = _function("allocations", c_int64)  # of tables: calls of cudaMalloc
 set_order = _function("set_order", None, c_int64)  # of blocks and threads: host_cuda.ORDERS
+blocks = _function("blocks", c_int64)  # of the last launch
+shared_bytes = _function("shared_bytes", c_int64)  # dynamic ones of its blocks
 use_device = _function("use_device", None, c_int)  # on which all tensors are from now on
+use_mutant = _function("use_mutant", None, c_int)  # the number of a fault in mutants.ALL; -1: none
+_races = _function("races", c_char_p)
+_kernels = _function("kernels", c_char_p)
+_new_device = _function("new_device", c_int, c_int, c_int, c_int, c_bool, c_int)
 set_free_memory = _function("set_free_memory", None, c_int64)  # bytes cudaMalloc can still give
 # Whether the work of an operator is done when it returns, or when somebody waits for it.
 wait_for_operators = _function("wait_for_operators", None, c_bool)
@@ -52,6 +59,32 @@ _destroy_stream = _function("destroy_stream", None, c_void_p)
 _begin_capture = _function("begin_capture", None)
 _end_capture = _function("end_capture", c_int)
 _replay = _function("replay", None, c_int)
+
+
+@functools.cache
+def device(
+    multiprocessors: int, *, shared_bytes: int = 232448, capability: int = 90,
+    cooperative: bool = True, registers: int = 65536,
+) -> int:  # fmt: skip
+    """The number of a device like an H100 but for these."""
+    return int(_new_device(multiprocessors, shared_bytes, capability, cooperative, registers))
+
+
+H100 = device(132)
+SMALLER = device(108, shared_bytes=101376, capability=86)
+SLICE = device(3)  # of an H100
+STEP_BY_STEP = device(2, cooperative=False)  # blocks do not wait for one another
+CROWDED = device(2, registers=32768)  # too few for 255 in each of 256 threads
+
+
+def kernels() -> str:
+    """The mangled names of those that have been launched."""
+    return _kernels().decode()
+
+
+def races() -> str:
+    """What the race detector has said since it was asked last."""
+    return _races().decode()
 
 
 class Stream:
@@ -92,7 +125,7 @@ class Graph:
         _replay(self._graph)
 
 
-use_device(NOT_COOPERATIVE)
+use_device(STEP_BY_STEP)
 
 
 def pytest_sessionfinish(session) -> None:

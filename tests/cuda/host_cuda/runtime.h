@@ -16,6 +16,10 @@ bool is_capturing();
 void* take(size_t bytes);
 void give_back(void* memory);
 
+// Memory of the device, at which the race detector looks, if there is one, until it is forgotten.
+void watch_tensor(const void* memory, size_t bytes);
+void forget_tensor(const void* memory);
+
 // Puts something on the stream that is neither a kernel nor memory.
 void enqueue(Work work);
 

@@ -8,6 +8,7 @@
 #define aoti_torch_create_device_guard host_create_device_guard
 #define aoti_torch_create_tensor_from_blob host_create_tensor_from_blob
 #define aoti_torch_delete_device_guard host_delete_device_guard
+#define aoti_torch_get_data_ptr host_get_data_ptr
 #define aoti_torch_get_device_index host_get_device_index
 #define torch_call_dispatcher host_call_dispatcher
 //

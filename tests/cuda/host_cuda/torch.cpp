@@ -14,6 +14,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "runtime.h"
@@ -107,7 +108,8 @@ AtenTensorHandle empty(const std::vector<int64_t>& shape, ScalarType dtype, bool
   return tensor;
 }
 
-int guards = 0;  // of the operators that are running
+int guards = 0;                 // of the operators that are running
+std::vector<const void*> seen;  // memory of tensors, by the operator that is running
 
 }  // namespace
 
@@ -141,6 +143,21 @@ AOTITorchError host_create_tensor_from_blob(void* data, int64_t ndim, const int6
                                             tensor);
 }
 
+// All memory of the tensor's storage is the device's.
+AOTITorchError host_get_data_ptr(AtenTensorHandle tensor, void** data) {
+  const AOTITorchError error = aoti_torch_get_data_ptr(tensor, data);
+  if (*data == nullptr) return error;  // of no elements
+  int64_t bytes = 0, offset = 0;
+  int32_t dtype = 0;
+  aoti_torch_get_storage_size(tensor, &bytes);
+  aoti_torch_get_storage_offset(tensor, &offset);
+  aoti_torch_get_dtype(tensor, &dtype);
+  const auto before = offset * static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
+  seen.push_back(static_cast<std::byte*>(*data) - before);
+  host_cuda::watch_tensor(seen.back(), bytes);
+  return error;
+}
+
 AOTITorchError host_get_device_index(AtenTensorHandle, int32_t* index) {
   *index = host_cuda::device();
   return 0;
@@ -164,6 +181,7 @@ AOTITorchError host_delete_device_guard(DeviceGuardHandle guard) {
   host_cuda::use_device(*before);
   if (--guards > 0) return 0;
   host_cuda::end_of_operator();
+  for (const void* const memory : std::exchange(seen, {})) host_cuda::forget_tensor(memory);
   return 0;
 }
 
