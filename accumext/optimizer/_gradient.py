@@ -51,7 +51,7 @@ class InPlace:
     def multiply_and_measure(
         self, tensors: Sequence[Tensor], factor: Scalar, number: Scalar, found_inf: Tensor
     ) -> Tensor:
-        """Multiply by `number`, which is `factor` as the device of the tensors takes it. Returns the
+        """Multiply by `number`, which is `factor` as the device of the tensors takes it. Return the
         norm of the products."""
         self._tensors, self._factor = tensors, factor
         ops.accumulate_recorded(

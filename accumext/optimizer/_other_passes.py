@@ -203,7 +203,7 @@ def _tell(
     factor: Scalar,
     partly: bool,
 ) -> None:
-    """Hand gradients that a pass of this wrapper computed to the other, which has the parameters."""
+    """Hand gradients that a pass of this wrapper computed to the owner of the parameters."""
     if on_device(factor):  # may be 0, by which one cannot divide
         factor = torch.where(factor == 0, 1.0, factor)
     micro_batch, old = engine.state.micro_batch, other.state.other_pass

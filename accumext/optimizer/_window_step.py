@@ -153,7 +153,7 @@ class _Around:
 
     @not_compiled
     def begin(self) -> bool:
-        """Put the gradient in `.grad` for the optimizer. Returns whether there is a step to take."""
+        """Put the gradient in `.grad` for the optimizer. Return whether there is a step to take."""
         engine, optimizer, stepped_on = self._engine, self._engine.optimizer, self._stepped_on
         self.plan = plan = _plan(
             engine, self._op, self._parameters, stepped_on, self._before, self._in_place
