@@ -58,8 +58,8 @@ class Master:
 
     @torch.no_grad()
     def sync(self, master: Tensor, write_master: bool) -> None:
-        """Write elements of the parameter that are not the rounded master into the master, or the
-        other way round."""
+        """Make parameter and master agree. Elements of the parameter that are no rounding of the
+        master's are written into the master or, without `write_master`, rounded from it."""
         half, wide = dense_storage(self.parameter.detach()), dense_storage(master.detach())
         values = half.to(wide.device, wide.dtype)
         nearest = wide.to(half.dtype).to(wide.dtype)
@@ -77,7 +77,7 @@ class Master:
 
 
 def links_of(tensors: Iterable[Tensor]) -> dict[Tensor, Master]:
-    """The masters among these, and what each stands for."""
+    """Return the masters among these tensors, with what each knows of its parameter."""
     return {t: link for t in tensors if (link := getattr(t, "master_of", None)) is not None}
 
 
@@ -96,7 +96,7 @@ def masters(
         parameters: such as `model.parameters()`; shards of `fully_shard`, too. Those that are not
             of half precision, or are frozen, are returned themselves.
         device: of the masters, and so of the gradients and the optimizer's state; None for that of
-            each parameter. "cpu" keeps them in the host's memory, pinned if the parameters are not.
+            each parameter. "cpu" keeps them in the host's memory, pinned for parameters on a GPU.
         stochastic_rounding: round to one of the two nearest numbers, with the probability that
             makes the expected value that of the master, instead of to the nearest.
 
@@ -396,8 +396,7 @@ def _check_one_each(op: str, name: str, links: dict[Tensor, Master]) -> None:
 
 
 def _check_saved(op: str, saved: Any, mine: dict[int, Tensor]) -> None:
-    """Raise unless `SteppedTensors.state_dict` has saved `saved`, for masters with these indices.
-    """
+    """Raise unless `saved` is what `SteppedTensors.state_dict` saves of masters by index."""
     name = "state_dict['masters']"
     if not isinstance(saved, dict) or saved.keys() != {"parameters", "roundings"}:
         contract = "be what the state_dict of an optimizer with masters has there"
