@@ -118,9 +118,8 @@ class Bucket:
         self._work = dist.all_reduce(flat, group=group, async_op=True)
 
     def receive(self, sums: list[Tensor | None]) -> None:
-        """Put the sums of all processes into the list: None if no process has a gradient, a dense
-        one if any is dense. Only a process that lacks a gradient, or has a sparse one, waits to
-        read the counts."""
+        """Put the sums of all processes into the list: None if no process has a gradient, dense if
+        any is. Only a process that lacks a gradient, or has a sparse one, reads the counts."""
         self._work.wait()
         dense_alone = [(1.0, 0.0, 0.0)] * len(self._views)
         rows = dense_alone if self._ordinary else self._presence.T.tolist()
@@ -184,8 +183,7 @@ class AllReduceInBuckets:
 
 
 def plan_buckets(parameters: Sequence[Tensor], indices: Sequence[int]) -> list[Bucket]:
-    """Return buckets of one device and dtype each, the last parameters first, in about the order
-    in which a backward pass computes their gradients."""
+    """Return buckets of one device and dtype each, the last parameters first, as in backward."""
     planned: list[list[int]] = []
     filling: dict[tuple[torch.device, torch.dtype], tuple[list[int], int]] = {}
     for i in reversed(indices):

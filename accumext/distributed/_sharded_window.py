@@ -67,8 +67,7 @@ class ShardedWindow:
         return bool(self._holding) and not self._reduced
 
     def roots_to_hold(self, op: str, model: nn.Module, reduction: checks.Reduction) -> list[Any]:
-        """Return the outermost `fully_shard` modules of a model, for `holding`; raise if they
-        cannot be held."""
+        """Return a model's outermost `fully_shard` modules; raise if `holding` cannot take them."""
         fail = partial(checks.fail_value, op, "model")
         sharded = [module for module in model.modules() if sharded_state(module) is not None]
         inner = {child for module in sharded for child in module.modules() if child is not module}
@@ -217,8 +216,7 @@ def _can_finalize(root: Any) -> bool:
 
 
 def _leave_unreduced(root: Any, on: bool) -> None:
-    """Have backward passes leave gradients unreduced and parameters gathered, or, if not `on`,
-    reduce and reshard as usual."""
+    """Choose whether backward passes leave gradients unreduced and parameters gathered."""
     root.set_requires_gradient_sync(not on)
     root.set_reshard_after_backward(not on)
     if _can_finalize(root):

@@ -188,8 +188,7 @@ class SteppedTensors:
         return list(chain.from_iterable(map(params_of, self._optimizer.param_groups)))
 
     def parameters(self) -> list[Tensor]:
-        """Return the model's parameters, for which autograd computes gradients, in the same order.
-        """
+        """Return the model's parameters, which autograd gives gradients, in the same order."""
         stepped_on = self.stepped_on()
         if self.is_parameters:
             return stepped_on
@@ -205,8 +204,7 @@ class SteppedTensors:
         return _crossing(self.parameters(), self.stepped_on())
 
     def send(self, grads: Grads) -> Callable[[], Grads]:
-        """Begin to send gradients to the devices of their sums. Returns a function that waits for
-        them and returns them."""
+        """Begin to send gradients to the devices of their sums; return a function that waits."""
         if not (to_host := self.goes_to_host()):
             return lambda: grads
         there, devices = list(grads), set()
@@ -300,8 +298,7 @@ class SteppedTensors:
         self._known = len(stepped_on)
 
     def state_dict(self, packed: State) -> State:
-        """Return the optimizer's state, with masters by index and the count of roundings, if it has
-        masters."""
+        """Return the optimizer's state; if it has masters, with them and the count of roundings."""
         mine = {i: p.detach() for i, p in enumerate(self.stepped_on()) if p in self.links}
         saved = {"parameters": mine, "roundings": self.roundings}
         return {**packed, "masters": saved} if mine else packed

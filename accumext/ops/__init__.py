@@ -59,8 +59,7 @@ def _norm_fake(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _without_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Run a function as `torch.no_grad()` does, whose context manager takes as long as an operation
-    on ten tensors."""
+    """Do as `torch.no_grad()`, which takes as long as an operation on ten tensors."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -130,8 +129,7 @@ def _accumulated_else(
 
 
 def _through_copies(write: Callable[[list[Tensor]], _R], tensors: Sequence[Tensor]) -> _R:
-    """Return the result of `write` on these tensors, with negated views replaced by copies, which
-    are then copied back."""
+    """Return the result of `write` on these tensors; negated views are copied, and copied back."""
     plain = [tensor.resolve_neg() for tensor in tensors]
     result = write(plain)
     for tensor, written in zip(tensors, plain, strict=True):

@@ -202,8 +202,7 @@ def random_bits(
     """Return 32 random bits for each element of the i-th tensor of a list.
 
     Elements are counted in row-major order, whatever their strides. Two streams give the 16 high
-    and the 16 low bits; most elements need only the high ones. A block of 128 bits serves 8
-    elements.
+    and the 16 low bits; most elements need only the high ones. 128 bits serve 8 elements.
     """
     count = math.prod(shape)
     blocks = torch.arange(-(-count // 8), device=seed.device)
@@ -259,8 +258,7 @@ def clip_coef(
 
 
 def _scaled(tensor: Tensor, factor: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `tensor * factor` with both cast to `dtype` first, so that only the product is
-    rounded."""
+    """Return `tensor * factor`, with both cast to `dtype` first: only the product is rounded."""
     return tensor.to(dtype) * (factor.to(dtype) if isinstance(factor, Tensor) else factor)
 
 

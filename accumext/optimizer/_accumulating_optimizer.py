@@ -80,10 +80,9 @@ class AccumulatingOptimizer(OptimizerProxy):
     full-precision parameters holds one set of gradients, as a loop by hand does. Gradients of half
     precision are added to float32 sums.
 
-    After an exception in a hook, in an allocation or from the keyboard, the parameters and the
-    window are as before the call or as after it. But a backward pass that fails while it adds to
-    the window drops the window, and the exception says so, unless `on_nonfinite` checks
-    micro-batches before they are added.
+    After an exception, of a hook, an allocation or the keyboard, parameters and window are as
+    before the call or as after it. But a backward pass that fails while it adds to the window drops
+    it, and says so, unless `on_nonfinite` checks micro-batches before they are added.
 
     Args:
         optimizer: any `torch.optim.Optimizer`, also one that wraps others: this one is outermost.
@@ -259,10 +258,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             TypeError: `weight` is neither a number nor a tensor.
             ValueError: `weight` is negative or not finite.
-            RuntimeError: `.grad` is empty, or holds only gradients that a step has used; the scaler
-                has not scaled any loss yet; the call is inside `micro_batch()`; other optimizers
-                have run several backward passes; or, with `on_nonfinite="raise"`, a gradient is not
-                finite.
+            RuntimeError: `.grad` is empty, or holds only used gradients; the scaler has not scaled
+                any loss yet; this is inside `micro_batch()`; other optimizers have run several
+                backward passes; or, with `on_nonfinite="raise"`, a gradient is not finite.
 
         Example:
             >>> scaler.scale(loss).backward()
@@ -336,9 +334,8 @@ class AccumulatingOptimizer(OptimizerProxy):
 
         Works under `scaler.step(opt)` too, before or after `scaler.unscale_(opt)`.
 
-        It uses every gradient in `.grad`, as a bare optimizer does, except those that `backward`
-        produced and an earlier step used. With `window=1` the wrapped step is called even if there
-        are no gradients.
+        It uses every gradient in `.grad`, as a bare optimizer does, except those of `backward` that
+        an earlier step used. With `window=1` the wrapped step is called even without gradients.
 
         Args:
             closure: evaluated with gradients enabled; not for a step that a GradScaler calls.
@@ -371,9 +368,7 @@ class AccumulatingOptimizer(OptimizerProxy):
     setattr(step, "__signature__", inspect.signature(step))  # noqa: B010
 
     def flush(self) -> None:
-        """Step on the micro-batches that the window holds so far, normalised by their weights.
-
-        An empty window takes no step.
+        """Step on what the window holds so far, normalised by its weights; not if it is empty.
 
         Raises:
             RuntimeError: inside `micro_batch()`, or if processes do not close the same window.

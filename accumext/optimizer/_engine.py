@@ -213,8 +213,7 @@ class Engine:
             raise
 
     def drop(self, successor: Window = NO_WINDOW) -> None:
-        """Start another window. A sum over processes that has begun is finished, since other ranks
-        wait for it."""
+        """Start another window. A sum over processes that has begun is finished: others wait."""
         state = self.state
         after = state._replace(
             window=successor, micro_batch=None, sending=None, accumulated=False, other_pass=None
@@ -279,8 +278,7 @@ class Engine:
             return False
         if settings.accumulate_in_backward and parameter.dtype in HALF_DTYPES:
             return True  # the float32 sum is created when it is asked for
-        # If the last micro-batch did not come through `backward`, the next one will not either.
-        if not self.state.through_backward:
+        if not self.state.through_backward:  # nor will the next micro-batch come through it
             return False
         parameters = self.tensors.parameters()
         index = next((i for i, p in enumerate(parameters) if p is parameter), None)

@@ -204,9 +204,9 @@ def _normalised(
 
 
 def _rescaled(sums: Sums, factor: Scalar, norm_type: float) -> tuple[Tensor, Tensor]:
-    """Return the same as `_normalised`, in float64, after powers of the elements have overflowed:
-    the norm of the gradient divided by its largest element, times that element. It reads the
-    gradient twice, and waits for the device."""
+    """Return the same in float64, after powers of the elements have overflowed: the norm of the
+    gradient divided by its largest element, times that. It reads twice, and waits for the device.
+    """
     factor, flag = to_device(sums.device, factor), zero_flag(sums.device)
     largest = float(sums.norm(math.inf, factor, flag))
     least = torch.finfo(sums.dtype).tiny  # a subnormal number would lose digits

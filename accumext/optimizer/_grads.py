@@ -83,9 +83,8 @@ class ConsumedGrads(NamedTuple):
     def after_writes(
         self, grads: Sequence[Tensor | None], between: Sequence[int | None]
     ) -> ConsumedGrads:
-        """Return the record after two equal writes that restored the gradients' values, so that
-        these still count as used. `between` are their versions between the two writes.
-        """
+        """Return the record after two writes that restored the gradients' values, so that these
+        still count as used. `between` are their versions between the two writes."""
         rows = zip(self.versions, between, versions(grads), strict=False)
         known = [
             now if now is not None and mid is not None and old == 2 * mid - now else old

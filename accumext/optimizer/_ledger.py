@@ -50,15 +50,14 @@ class Ledger(NamedTuple):
         base: Scalar | None = None,
         found_inf: Scalar | None = None,
     ) -> tuple[Ledger, Scalar]:
-        """Return the ledger with a micro-batch whose loss had this scale. The first sets both
-        bases.
+        """Count a micro-batch whose loss had this scale. The first sets both bases.
 
         Args:
             base: the base of the weights, if it does not depend on the first weight.
             found_inf: the flag of a check of the gradients, if there was one.
 
         Returns:
-            Also `weight / base_weight`: by this and `base_scale` its gradients are multiplied.
+            The ledger, and `weight / base_weight`: gradients are multiplied by it and `base_scale`.
         """
         first = self.base_weight is None
         ratio: Scalar = 1.0

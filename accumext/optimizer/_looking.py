@@ -47,8 +47,7 @@ def raise_nonfinite(
 def adding_if_finite(
     window: Window, grads: Sequence[Tensor | None], weight: Scalar, scale: Scalar
 ) -> Callable[[list[Tensor]], Window]:
-    """Return a function that adds a micro-batch if it is finite, and else leaves the sums bit for
-    bit.
+    """Return a function that adds a micro-batch if it is finite, else keeps the sums bit for bit.
 
     The base of the weights is 1: the weight of a dropped micro-batch must not scale the sums.
     """

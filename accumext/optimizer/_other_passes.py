@@ -42,8 +42,7 @@ from accumext.tensors.torch_private import leaves_since, not_compiled
 def run_beside_others(
     engine: Engine, loss: Tensor, weight: Scalar, factor: Scalar, run: Callable[[], None]
 ) -> None:
-    """Run a backward pass of `loss * factor`, and hand gradients of parameters of other wrappers
-    to those wrappers."""
+    """Run a backward pass of `loss * factor`, and hand other wrappers their gradients of it."""
     known, theirs = set(map(id, engine.tensors.parameters())), list[tuple[Engine, list[Tensor]]]()
     parted = set[int]()
     for other in _others(engine, loss):
@@ -76,15 +75,11 @@ def run_beside_others(
 
 
 def _others(engine: Engine, loss: Tensor) -> list[Engine]:
-    """Return the other wrappers that are used in this thread.
-
-    Gradients that another thread computes meanwhile must not be taken for those of this pass. A
-    wrapper that may have moved here from another thread counts if the loss reaches its parameters.
-    """
+    """Return the other wrappers that are used in this thread: gradients of another thread are not
+    of this pass. One that may have moved here from another thread counts if the loss reaches it."""
     thread, found = get_ident(), list[Engine]()
     came, engine.thread = engine.thread != thread, thread
-    # If several wrappers hold a parameter, the latest is the one in use.
-    for other in reversed(engines_alive()):
+    for other in reversed(engines_alive()):  # of several that hold a parameter, the latest is used
         unused = other.state.last is None and not other.state.micro_batches
         if other is not engine and other.thread != thread and (came or unused):
             reached = set(map(id, leaves_since(0, [loss])))
@@ -136,8 +131,7 @@ def move_others_out_of_grad(engine: Engine, parameters: Sequence[Tensor]) -> Non
 
 
 def _sharing(engine: Engine, parameters: Sequence[Tensor]) -> list[Engine]:
-    """Return the other wrappers that hold some of these parameters, and have left gradients in
-    `.grad`."""
+    """Return the other wrappers of some of these parameters that left gradients in `.grad`."""
     mine = set(map(id, parameters))
     return [
         other
@@ -185,8 +179,7 @@ def _out_of_buckets(other: Engine, parameters: Sequence[Tensor]) -> None:
 def _earlier_parts(
     engine: Engine, other: Engine, parameters: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """Return the gradients of these parameters from earlier passes of this micro-batch, for
-    autograd to add to."""
+    """Return gradients of earlier passes of this micro-batch, for autograd to add to."""
     made, micro_batch = other.state.other_pass, engine.state.micro_batch
     if made is None or micro_batch is None or made.key is not micro_batch.key:
         return [None] * len(parameters)
@@ -252,9 +245,8 @@ def take_other_pass(op: str, engine: Engine, made: OtherPass, weight: Scalar | N
 
 
 def pass_over(op: str, engine: Engine, own: bool) -> None:
-    """Drop the gradients of another wrapper's pass, at a step that has gradients of this one, in
-    `.grad` or in the window. Raise if it has none: nobody can tell whether to step on the others.
-    """
+    """Drop gradients of another wrapper's pass, at a step that has gradients of its own, in `.grad`
+    or in the window. Raise if it has none, since it is unknown whether to step on the others."""
     full = engine.state.micro_batches >= engine.settings.window
     if own or full or engine.state.accumulated:
         engine.update(other_pass=None)
@@ -273,8 +265,8 @@ def pass_over(op: str, engine: Engine, own: bool) -> None:
 
 @not_compiled
 def note_scale(op: str, engine: Engine) -> None:
-    """Before a step updates its scaler, let other wrappers with that scaler know the loss scale of
-    the gradients that wait in `.grad` of their parameters."""
+    """Let other wrappers with this scaler know, before a step updates it, the loss scale of the
+    gradients that wait in `.grad` of their parameters."""
     scaler = engine.settings.scaler
     for other in engines_alive():
         if other is engine or other.settings.scaler is not scaler or other.state.in_grad:

@@ -112,8 +112,7 @@ class Shards(Reducer):
         self._window.idle, self._averaged = True, False
 
     def collect(self, op: str, engine: Engine) -> None:
-        """Have FSDP reduce the gradients that it holds. An exception meanwhile drops the window,
-        and says so."""
+        """Have FSDP reduce the gradients that it holds. An exception in it drops the window."""
         sharded, parameters = self._window, engine.tensors.parameters()
         sharded.refuse_to_collect(op)
         if not sharded.holds:

@@ -89,8 +89,7 @@ def begin_update(
 def update(
     scaler: GradScaler, begun: object, optimizer: object, found_inf: Scalar, device: torch.device
 ) -> None:
-    """Update the scale as `scaler.step(optimizer); scaler.update()` does, unless that was done
-    since `begin_update`."""
+    """Update the scale as `scaler.step(optimizer); scaler.update()` does, unless it was done."""
     if optimizer_states(scaler) is not begun:
         return
     state = optimizer_states(scaler)[id(optimizer)]

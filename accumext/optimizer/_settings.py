@@ -133,8 +133,7 @@ def unlike_bare(settings: Settings) -> dict[str, Any]:
 
 
 def check_weight(op: str, weight: object) -> Scalar:
-    """Return a finite number of at least 0. A 0-dim tensor on a device stays there, in float64,
-    and its value is not checked."""
+    """Return a finite number of at least 0; or a 0-dim tensor on a device, unread, in float64."""
     if on_device(weight):
         if weight.dim() != 0:
             contract = "be a number or a 0-dim tensor"

@@ -80,8 +80,7 @@ class Plan(NamedTuple):
     whole: bool = False  # whether one call writes every sum
 
     def run(self, norms: list[Tensor]) -> Window:
-        """Run the calls. Each appends to `norms`; after an exception, calls that have a norm are
-        not run again."""
+        """Run the calls. Each appends to `norms`: calls that have a norm already are left out."""
         for device, (sums, addends) in self.calls[len(norms) :]:
             factor = to_device(device, self.factor)
             ops.accumulate_recorded(norms, sums, addends, inv_scale=factor)
@@ -242,10 +241,9 @@ def add_micro_batch(
     accumulated: bool = False,  # whether an outer GradScaler comes too late after this
     carried: bool = False,  # whether the loss was multiplied by its weight, too
 ) -> None:
-    """Add one micro-batch to the window and empty `.grad`; after an exception both are done, or
-    neither. In no_grad.
+    """Add one micro-batch to the window and empty `.grad`; after an exception both or neither.
 
-    `.grad` also loses consumed gradients: the window may have taken the same tensor as a sum.
+    In no_grad. Consumed gradients go, too: the window may have taken the same tensor as a sum.
     """
     if engine.settings.policy.raises:
         raise_nonfinite(engine, op, grads, weight, carried)

@@ -56,8 +56,7 @@ class Window(NamedTuple):
         )
 
     def opened(self, parameters: Sequence[Tensor]) -> Window:
-        """Return an open window with these numbers and no sums, for gradients in `.grad` to be
-        added."""
+        """Return an open window with these numbers, and without sums, which are in `.grad`."""
         return self._replace(phase=Phase.OPEN, sums=(), parameters=()).of(parameters)
 
     def out_of_grad(self, parameters: Sequence[Tensor]) -> Window:

@@ -200,7 +200,7 @@ class _Around:
 
     @not_compiled
     def recover(self) -> bool:
-        """After an exception, finish if the step was taken, else restore everything. Returns
+        """Finish, after an exception, if the step was taken, else restore everything. Returns
         whether the step was taken."""
         closed = self._closed is not None and self._engine.state is self._closed
         if closed or self._watch.has_moved():

@@ -131,8 +131,7 @@ class Watch:
     def see_step(
         self, engine: Engine, parameters: Sequence[Tensor], pending: bool, scaled: bool
     ) -> None:
-        """Make the checks of a call of step, before it takes the gradients in `.grad`. `scaled`:
-        a GradScaler calls it."""
+        """Make the checks of a call of step; `scaled` if a GradScaler makes it."""
         window, size = engine.state.window, engine.settings.window
         self._see_gradients(engine, parameters)
         if size > 1:

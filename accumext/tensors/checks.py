@@ -89,8 +89,7 @@ def type_name(value: object) -> str:
 
 
 def integer(op: str, argument: str, value: Any) -> int:
-    """Return an int, also of types that convert, such as numpy's; refuse a tensor, which may be on
-    a device."""
+    """Return an int, also from a type such as numpy's; not from a tensor, perhaps on a device."""
     if not isinstance(value, (bool, Tensor)):
         try:
             return operator.index(value)
@@ -111,8 +110,7 @@ def token_tensor(
 
 
 def lengths_tensor(op: str, argument: str, value: Any, device: torch.device) -> Tensor:
-    """Return lengths as int64: a tensor of any integer dtype, on its own device, or a list of ints.
-    """
+    """Return lengths as int64: a tensor of any integer dtype, where it is, or a list of ints."""
     if isinstance(value, (tuple, list)):
         ints = [integer(op, f"{argument}[{i}]", number) for i, number in enumerate(value)]
         return torch.tensor(ints, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
@@ -317,8 +315,7 @@ _MISSING = {
 def explained(function: Callable[P, R]) -> Callable[P, R]:
     """Return the function with errors for wrong or missing arguments that say what to type.
 
-    torch.compile does not trace it: a trace made for one module would be used for others without
-    their hooks.
+    torch.compile does not trace it: a trace for one module would ignore hooks of the next one.
     """
     _EXPLAINED.append(function)
     not_traced = not_compiled(function)
@@ -381,8 +378,7 @@ def accumulate_(main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> 
 def unscale_check_clip_accumulate_(
     main_grads: Any, grads: Any, inv_scale: Any, max_norm: Any, norm_type: Any, found_inf: Any
 ) -> None:
-    """Check arguments of `accumext.unscale_check_clip_accumulate_`, except memory
-    (`accumulate_memory`)."""
+    """Check arguments of `unscale_check_clip_accumulate_`, except memory (`accumulate_memory`)."""
     op = "unscale_check_clip_accumulate_"
     tensors = _pairs(op, main_grads, grads)
     _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
@@ -539,8 +535,7 @@ def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
 
 
 def _apart(op: str, named: dict[str, Tensor], written: tuple[str, ...]) -> None:
-    """Raise if an argument whose name begins with a word of `written` shares memory with another.
-    """
+    """Raise if an argument whose name begins with one of `written` shares memory with another."""
     names, tensors = list(named), list(named.values())
     shared = memory_overlap.sharing_pairs(tensors, [name.startswith(written) for name in names])
     for i, j in sorted(shared, key=lambda pair: (pair[1], pair[0])):
@@ -576,8 +571,7 @@ def _pairs(
 
 
 def _scalars(op: str, argument: str, factor: Any, found_inf: Any) -> dict[str, Tensor]:
-    """Return a checked factor (number or 0-dim tensor) and found_inf (0-dim float32 or None) by
-    name, if they are tensors."""
+    """Check a factor (number or 0-dim tensor) and found_inf; return tensors among them by name."""
     scalars: dict[str, Tensor] = {}
     if isinstance(factor, Tensor):
         if factor.layout != torch.strided or factor.dtype not in FLOAT_DTYPES:

@@ -87,8 +87,7 @@ def zero_flag(device: torch.device | None) -> Tensor:
 
 
 def coalesced(grad: Any) -> Any:
-    """Return a gradient as norms need it: a sparse one coalesced, a DTensor with partial sums
-    added."""
+    """Return a gradient as norms need it: sparse ones coalesced, a DTensor's partial sums added."""
     if is_dtensor(grad):
         from torch.distributed.tensor import Replicate  # here, as its import takes long
 

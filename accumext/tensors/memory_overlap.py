@@ -82,8 +82,7 @@ def any_shared(tensors: Sequence[Tensor]) -> bool:
 
 
 def _lie_apart(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether all are contiguous and each ends before the next one in memory begins. No loop
-    in Python."""
+    """Tell, without a Python loop, whether all are contiguous and each ends before the next."""
     if not tensors or not all(map(Tensor.is_contiguous, tensors)):
         return not tensors
     try:

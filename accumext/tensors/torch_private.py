@@ -52,8 +52,7 @@ def base_of(tensor: Tensor) -> Tensor:
 
 
 def not_compiled(function: _F) -> _F:
-    """Return the function as `torch.compiler.disable` does, which would import the compiler with
-    this package, for seconds."""
+    """Do as `torch.compiler.disable`, which would import the compiler, for seconds, at once."""
     return cast(_F, _disable_dynamo(function))
 
 
@@ -139,14 +138,12 @@ def leaf_of(node: Any) -> Tensor | None:
 
 
 def is_since(node: Any, first: int) -> bool:
-    """Tell whether autograd has made a node since `next_node_number` gave `first`. Nodes that add
-    to a leaf do not count."""
+    """Tell whether a node was made since `next_node_number` gave `first`, and adds to no leaf."""
     return node_number(node) >= first and leaf_of(node) is None
 
 
 def _reached(first: int, roots: Iterable[Tensor]) -> Iterator[Any]:
-    """Yield the nodes of a graph made since `first`, and those of leaves that they use, each once.
-    """
+    """Yield the nodes of a graph made since `first`, and those of leaves they use, each once."""
     waiting, seen = [t.grad_fn for t in roots], {None}
     while waiting:
         node: Any = waiting.pop()
@@ -213,8 +210,8 @@ def takes_scale(optimizer: Optimizer) -> bool:
 
 # --- operators ------------------------------------------------------------------------------------
 
-# The C++ callable of an operator overload. The overload is a call in Python around it, between
-# which a signal could raise an exception.
+# The C++ callable of an operator overload, without the Python call around it, in which a signal
+# could raise an exception.
 call_of_operator: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 _KEYS = torch._C.DispatchKey.__members__
@@ -263,9 +260,8 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     nn.modules.module._global_backward_pre_hooks,
 )
 
-# Prefixes of the Python modules of hooks that need not run if the decoder computes from weights:
-# hooks of `fully_shard` and accumext gather weights, which it does itself; FlopCounterMode's only
-# watch.
+# Prefixes of the Python modules of hooks that need not run if the decoder computes from weights: it
+# gathers them itself, as hooks of `fully_shard` and accumext do, and FlopCounterMode's only watch.
 _WATCHING = ("torch.distributed.fsdp.", "accumext.", "torch.utils.module_tracker")
 
 
@@ -348,8 +344,7 @@ def synchronises_first_pass(replica: nn.Module) -> bool:
 
 
 def _sharded_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield the record that `fully_shard` keeps of every parameter, and its mixed-precision policy.
-    """
+    """Yield `fully_shard`'s record of every parameter, and its mixed-precision policy."""
     for module in model.modules():
         state = sharded_state(module)
         for group in [] if state is None else _sharded_groups(state):
@@ -376,9 +371,8 @@ class Gathered(NamedTuple):
 
 
 def gathered_parameters(model: nn.Module) -> Iterator[Gathered]:
-    """Yield the sharded parameters of a model. If the policy has no `reduce_dtype`, torch 2.15
-    keeps unreduced gradients in the parameter's own dtype, earlier releases in that of the gathered
-    parameter."""
+    """Yield the sharded parameters of a model. Without a `reduce_dtype`, torch 2.15 keeps unreduced
+    gradients in the dtype of the shard, earlier releases in that of the gathered parameter."""
     for parameter, policy in _sharded_parameters(model):
         own = parameter.sharded_param.dtype
         dtype = policy.param_dtype or own
@@ -430,8 +424,7 @@ def is_root(module: nn.Module) -> bool | None:
 
 
 def sums_gradients(root: nn.Module) -> bool:
-    """Tell whether `set_gradient_divide_factor(1.0)` makes a module sum gradients, not average
-    them."""
+    """Tell whether `set_gradient_divide_factor(1.0)` makes a module sum gradients."""
     states = filter(None, map(sharded_state, root.modules()))
     groups = chain.from_iterable(map(_sharded_groups, states))
     return any(group.gradient_divide_factor == 1.0 for group in groups)
