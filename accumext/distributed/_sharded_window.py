@@ -172,7 +172,7 @@ def closing_groups(parameters: Sequence[Tensor], group: Group | None) -> tuple[l
 
 
 def window_memory(model: nn.Module, synchronize: checks.Synchronize) -> int:
-    """Return the bytes per process of an open window, in addition to the model's own shards.
+    """Return the bytes per process of an open window, without the model's parameters and shards.
 
     With `synchronize="backward"` they are those of the sums of its shards. With "window" they are
     those of unsharded gradients, in `MixedPrecisionPolicy.reduce_dtype` if there is one, and of

@@ -365,7 +365,7 @@ def _what_to_type(
     return None
 
 
-# --- the gradient operations of ops.py -----------------------------------------------------------
+# --- the gradient operations of accumext.ops -----------------------------------------------------
 
 
 def accumulate_(main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> None:
