@@ -1,4 +1,4 @@
-"""Numbers of every process: their sums, and errors if those differ that have to be the same."""
+"""Sums of numbers over processes, and errors if numbers differ that must be equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accumext.tensors.torch_private import assert_on_device
 
 
 class Alike(NamedTuple):
-    """A number that has to be the same on every process, and how an error shows it."""
+    """A number that must be equal on every process, and how an error shows it."""
 
     name: str
     contract: str
@@ -28,11 +28,11 @@ class Alike(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """The numbers of a window, of all processes."""
+    """The numbers of a window, summed over all processes."""
 
-    weight: Scalar  # of shards the mean
-    counted: Scalar  # micro-batches
-    found_inf: Scalar
+    weight: Scalar  # over processes that hold shards, the mean
+    counted: Scalar  # micro-batches that count
+    found_inf: Scalar  # 1 if any process has found an inf or NaN
     any_open: bool  # whether any process has something in the window
 
 
@@ -42,24 +42,24 @@ def agree(
     group: Group | None,
     sums: Sequence[Scalar],  # weight, counted, found_inf of this process
     alike: Sequence[Alike],
-    values: Sequence[float],  # of the first of these
-    terms: Tensor,  # [len(alike) - len(values)] of the others
+    values: Sequence[float],  # of the first entries of `alike`
+    terms: Tensor,  # [len(alike) - len(values)], values of the other entries
     *,
     looks: bool,
     advice: str,
 ) -> Agreement:
-    """Sum numbers over the processes, and raise if one of those differs that have to be alike.
+    """Sum numbers over the processes, and raise if one that must be equal differs.
 
     Args:
-        group: beside the mesh of the parameters that are shards.
-        looks: whether to wait for a device that alone knows the sums.
+        group: processes to sum over, in addition to the mesh of sharded parameters.
+        looks: whether to wait for a device to compare there; else an assertion on it does.
         advice: what to do if a process does not answer.
     """
     groups, shards = closing_groups(parameters, group)
     world, rank = math.prod(each.size() for each in groups), 0
     for each in groups:
         rank = rank * each.size() + each.rank()
-    # The device that the groups serve; other parameters may be on the host.
+    # The device on which the groups can communicate; other parameters may be on the host.
     device = next(filter(is_dtensor, parameters), parameters[0]).device
     mine = torch.zeros(len(alike), world, dtype=torch.float64, device=device)
     for i, value in enumerate(values):

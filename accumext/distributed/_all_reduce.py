@@ -1,4 +1,4 @@
-"""Sums of tensors over processes in buckets, also while a backward pass still makes them."""
+"""Sums of tensors over processes in buckets, also while a backward pass still computes them."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from accumext.tensors.torch_private import (
     zero_all_,
 )
 
-# The bucket size of DistributedDataParallel: enough for full bandwidth, and little enough
-# that it overlaps with filling the next bucket, or with the backward pass.
+# The bucket size of DistributedDataParallel: large enough for full bandwidth, and small enough that
+# sending a bucket overlaps with filling the next one, or with the backward pass.
 BUCKET_BYTES = 25 * 2**20
 
-ALIGNMENT = 16  # elements; where gradients begin, for aligned vector loads
+ALIGNMENT = 16  # elements; gradients begin at multiples of it, for aligned vector loads
 
 
 def no_sync(
     op: str, model: object, group: Group | None
 ) -> tuple[AbstractContextManager[None], Group | None]:
     """Return a context in which DistributedDataParallel does not synchronise, and the group over
-    which gradients are then to be summed. `ShardedWindow` does so for `fully_shard`."""
+    which gradients are then to be summed. For `fully_shard`, see `ShardedWindow.holding`."""
     if not (model is None or isinstance(model, nn.Module)):
         got = checks.type_name(model)
         checks.fail_type(op, "model", "be a torch.nn.Module or None", got)
     modules = [] if model is None else list(model.modules())
     replicas = [m for m in modules if isinstance(m, DistributedDataParallel)]
     others = [m for m in modules if not isinstance(m, DistributedDataParallel)]
-    if any(hasattr(type(m), "no_sync") for m in others):  # wrappers may forward what is DDP's
+    if any(hasattr(type(m), "no_sync") for m in others):  # on objects, wrappers may forward DDP's
         contract = "be a DistributedDataParallel or fully_shard model, or a plain module"
         advice = "Its sharded gradients carry no mesh, so their norm is unknown: use fully_shard"
         checks.fail_type(op, "model", contract, checks.type_name(model), advice)
@@ -58,7 +58,7 @@ def no_sync(
 
 @contextmanager
 def _no_sync_of(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
-    """None of the replicas synchronises, not even after a forward pass outside."""
+    """Keep replicas from synchronising, also after a forward pass that preceded this context."""
     with ExitStack() as held:
         for replica in replicas:
             cancel_synchronisation(replica)
@@ -67,24 +67,26 @@ def _no_sync_of(replicas: Sequence[DistributedDataParallel]) -> Iterator[None]:
 
 
 class Bucket:
-    """Sums of some parameters in one flat tensor, and word of who has which.
+    """Sums of some parameters in one flat tensor, and counts of the processes that have a gradient.
 
     Every process sends every parameter, so that the calls match: zeros for a missing gradient, a
-    sparse one dense. At the end of the tensor stand, for each parameter, how many processes have a
-    dense gradient, how many a sparse one, and the sum of sparse dimensions over the latter.
+    sparse one as dense. At the end of the tensor are, for each parameter, the number of processes
+    with a dense gradient, the number with a sparse one, and the sum of the latter's sparse
+    dimensions.
     """
 
     def __init__(self, indices: list[int], parameters: Sequence[Tensor]) -> None:
         self.indices = indices
         self.parameters = [parameters[i] for i in indices]
-        # Whose gradients may still change: hooks tell when they are complete.
+        # Parameters whose gradients may still change: hooks tell when they are complete.
         self.awaited = {
             i for i in indices if parameters[i].requires_grad or parameters[i].grad is not None
         }
         self._ordinary = True  # this process has a dense gradient for each parameter
 
     def send(self, sums: list[Tensor | None], factor: Scalar, group: Group) -> None:
-        """Begin to sum `sums * factor` over the group; the list does not keep what is sent."""
+        """Begin to sum `sums * factor` over the group. Sent entries of the list become None, which
+        frees their memory."""
         likes, device = list(map(_like, self.parameters)), self.parameters[0].device
         sizes = [-(-like.numel() // ALIGNMENT) * ALIGNMENT for like in likes]
         *begins, end = accumulate(sizes, initial=0)
@@ -94,14 +96,14 @@ class Bucket:
         parts = list(zip(likes, begins, sizes, strict=True))
         self._views = [flat.as_strided(like.shape, like.stride(), b) for like, b, _ in parts]
         gaps = [flat[b + like.numel() : b + size] for like, b, size in parts if like.numel() < size]
-        zero_all_([self._presence, *gaps])  # they travel too, and nobody may find NaN in them
+        zero_all_([self._presence, *gaps])  # gaps are sent too, and must not hold NaN
         self._presence[0] = 1.0
         there, sources = [], []
         for i, (index, view) in enumerate(zip(self.indices, self._views, strict=True)):
             main = sums[index]
             if main is None or main.is_sparse:
                 self._ordinary = False
-                self._presence[0, i] = 0.0  # by number: no copy from the host waits for a GPU
+                self._presence[0, i] = 0.0  # a number: copying a tensor would wait for the GPU
             if main is None:
                 view.zero_()
                 continue
@@ -116,8 +118,8 @@ class Bucket:
         self._work = dist.all_reduce(flat, group=group, async_op=True)
 
     def receive(self, sums: list[Tensor | None]) -> None:
-        """Put the sums of all processes there: none where nobody has a gradient, dense ones where
-        any is. Only a process that lacks one, or has a sparse one, reads what the others have."""
+        """Put the sums of all processes into the list: None if no process has a gradient, dense if
+        any is. Only a process that lacks a gradient, or has a sparse one, reads the counts."""
         self._work.wait()
         dense_alone = [(1.0, 0.0, 0.0)] * len(self._views)
         rows = dense_alone if self._ordinary else self._presence.T.tolist()
@@ -134,7 +136,7 @@ class Bucket:
 
 
 class AllReduceInBuckets:
-    """The sum of tensors, some of them missing, over a group of processes."""
+    """A sum of tensors over a group of processes, on each of which some may be missing."""
 
     def __init__(self, parameters: Sequence[Tensor], indices: Sequence[int], group: Group) -> None:
         self._group, self._parameters = group, parameters
@@ -145,7 +147,7 @@ class AllReduceInBuckets:
     def send_complete(
         self, op: str, sums: list[Tensor | None], factor: Scalar, indices: Iterable[int]
     ) -> None:
-        """Send what can be sent as soon as these parameters have their last gradient."""
+        """Note that gradients of these parameters are complete, and send buckets that are."""
         for i in indices:
             awaited = self._bucket_of[i].awaited
             if i not in awaited:
@@ -154,34 +156,34 @@ class AllReduceInBuckets:
                 advice = "Use reduce_in_backward=False"
                 raise RuntimeError(checks.message(op, ".grad", contract, got, advice))
             awaited.remove(i)
-        # The last one stays: while it does, `abandon` can still tell the others.
+        # The last bucket waits for `finish`: until then `abandon` can send NaN in it.
         while self._sent < len(self._buckets) - 1 and not self._buckets[self._sent].awaited:
             self._buckets[self._sent].send(sums, factor, self._group)
             self._sent += 1
 
     def finish(self, sums: list[Tensor | None], factor: Scalar) -> None:
-        """Send the rest, and put what arrives into the list: the sums of all processes."""
+        """Send the other buckets, and put the sums of all processes into the list."""
         for bucket in self._buckets[self._sent :]:
             bucket.send(sums, factor, self._group)
         for bucket in self._buckets:
             bucket.receive(sums)
 
     def abandon(self) -> None:
-        """Let the sum arrive on the other processes, not finite, so that they skip the window."""
+        """Finish the sum, with NaN, so that the other processes do not hang and skip the window."""
         sums: list[Tensor | None] = [None] * len(self._parameters)
         for i in self._buckets[-1].indices if self._buckets else ():
             parameter = self._parameters[i]
             sums[i] = torch.full_like(_like(parameter), math.nan, device=parameter.device)
         try:
             self.finish(sums, 1.0)
-        except torch.OutOfMemoryError:  # the others wait
+        except torch.OutOfMemoryError:  # other processes still wait: the user must know
             raise
-        except RuntimeError:  # those that are gone need nothing
+        except RuntimeError:  # other processes are gone, and do not wait
             pass
 
 
 def plan_buckets(parameters: Sequence[Tensor], indices: Sequence[int]) -> list[Bucket]:
-    """Buckets of one device and dtype each, the last parameters first: so backward makes them."""
+    """Return buckets of one device and dtype each, the last parameters first, as in backward."""
     planned: list[list[int]] = []
     filling: dict[tuple[torch.device, torch.dtype], tuple[list[int], int]] = {}
     for i in reversed(indices):
@@ -199,7 +201,7 @@ def plan_buckets(parameters: Sequence[Tensor], indices: Sequence[int]) -> list[B
 
 
 def _like(parameter: Tensor) -> Tensor:
-    """Return a tensor laid out as a parameter's dense sum is here, without gaps; its dtype and
-    device may differ."""
+    """Return a tensor with the shape and strides of a parameter's dense sum in a bucket, without
+    gaps; its dtype and device may differ."""
     like = dense_storage(parameter.detach())
     return like if like.is_contiguous() else torch.empty_like(like, device="meta")

@@ -1,27 +1,27 @@
 """Modules of `fully_shard` (FSDP2) that a call uses many times, gathered once per call.
 
-FSDP2 works in the hooks of a module's forward: the hook before it gathers the weights, and puts a
-node after its inputs whose backward reduces the gradients; the hook after it frees the weights
-again, and hooks onto the outputs what gathers them for the backward pass. So a module that is
+FSDP2 works in the hooks of a module's forward. The hook before it gathers the weights, and puts a
+node after the inputs whose backward reduces the gradients. The hook after it frees the weights
+again, and puts a hook on the outputs that gathers them for the backward pass. So a module that is
 called at every step or slice may be gathered and freed every time, in the backward pass, too, and a
 module whose weights are read without a call is not gathered at all. Here the call as a whole is the
 module's forward:
 
-- Before it the module's forward begins. Its input is a 0-dim tensor, the root. The call's loss
-  depends on it, and autograd runs later nodes first, so FSDP's node after the root runs when all
-  uses in the call have given their gradients, and before what preceded the call.
-- During it the module is in the phase in which FSDP expects calls that gather and reduce nothing:
-  that of activation checkpointing, which runs a forward again between the hook on the outputs and
-  the reduction. Inputs and outputs are still cast as its MixedPrecisionPolicy says.
-- After it the module's forward ends: its outputs are the call's, so that the weights are there
-  before the first node of the call runs backward, for steps and slices that run again as well.
-  Gathering fills the same tensors again, without a count of writes. Until then the weights are
-  freed, if they were not there before the call.
+- Before the call the module's forward begins. Its input is a 0-dim tensor, the root, on which the
+  call's loss depends. Autograd runs later nodes first, so FSDP's node after the root runs when all
+  uses in the call have given their gradients, and before the backward of earlier operations.
+- During the call the module is in the phase in which FSDP gathers and reduces nothing. That phase
+  is for activation checkpointing, which runs a forward again between the hook on the outputs and
+  the reduction. Inputs and outputs are still cast as the MixedPrecisionPolicy says.
+- After the call the module's forward ends with the call's outputs as its own. So the weights are
+  gathered before the first node of the call runs backward, also for steps and slices that run
+  again. Gathering fills the same tensors, without raising their versions. Until then the weights
+  are freed, if they were not gathered before the call.
 
-No setting of a module is changed, so `set_requires_gradient_sync` and the others mean what they
-always do, and nothing is to be undone after a backward pass that fails. The public
-`register_fsdp_forward_method` makes one function's body a forward. It is not enough, for it cannot
-begin when a callable first calls a module, and does not end where the body raises.
+No setting of a module is changed, so `set_requires_gradient_sync` and the like work as always, and
+nothing has to be undone after a backward pass that fails. The public `register_fsdp_forward_method`
+makes one function's body a forward. It is not enough, for it cannot begin when a callable first
+calls a module, and does not end if the body raises.
 """
 
 from __future__ import annotations
@@ -62,30 +62,30 @@ class _Held(NamedTuple):
     root: Tensor  # 0, with FSDP's node after it
 
 
-_all_held: set[Any] = set()  # the states of modules that calls, one inside of another, hold
+_all_held: set[Any] = set()  # the states of modules held by calls, which may be nested
 
 
 def gathered_once(
     op: str, *called: Any, read: Iterable[Any] = ()
 ) -> AbstractContextManager[GatheredOnce | None]:
-    """Inside of it, modules that `fully_shard` has wrapped are gathered, each once: from the
-    beginning those whose weights are read and those whose methods are called, others from their
-    first call on. None where there are no such modules."""
-    # without FSDP, whose import takes long, there are none
+    """Return a context in which every module of `fully_shard` is gathered once: modules in `read`
+    and modules whose methods are `called` from the beginning, others from their first call on. It
+    gives None if there are no such modules."""
+    # If FSDP, whose import takes long, is not imported, there are none.
     modules = sharded_modules() if "torch.distributed.fsdp" in sys.modules else []
     return GatheredOnce(op, modules, called, read) if modules else nullcontext()
 
 
 class GatheredOnce:
-    """One call of ours, as a forward of every sharded module in it."""
+    """One call of this package, as a forward of every sharded module in it."""
 
     def __init__(
         self, op: str, modules: Iterable[Any], called: Iterable[Any], read: Iterable[Any]
     ) -> None:
         self._op = op
-        self._modules = modules  # all that there are
+        self._modules = modules  # all sharded modules of the process
         self._called, self._read = called, read
-        self._held: dict[Any, _Held] = {}  # by what FSDP knows of a module, or of several together
+        self._held: dict[Any, _Held] = {}  # by FSDP's state of a module, or of several together
         self._outputs: list[Tensor] = []
         self._hooks: list[RemovableHandle] = []
         self._thread = threading.get_ident()
@@ -114,14 +114,14 @@ class GatheredOnce:
         self._release()
 
     def finish(self, loss: Tensor, others: Iterable[Tensor] = ()) -> Tensor:
-        """The loss, from which a backward pass reaches the modules' gradients; `others` are the
-        tensors from which one may begin, too. The last thing inside."""
+        """Return the loss, made to depend on the roots of the held modules. `others` are tensors
+        from which a backward pass may begin, too. To be called last in the context."""
         if not self._held:
             return loss
         if loss.requires_grad:
             for held in self._held.values():
                 loss = loss + held.root.to(loss.dtype)
-        # Hooks belong onto what views were made of: a write into a view would drop them.
+        # Put hooks on the bases of views: a write into a view would drop hooks on it.
         self._outputs = [base_of(t) for t in (loss, *others) if t.requires_grad]
         return loss
 
@@ -135,7 +135,7 @@ class GatheredOnce:
         if state is None:
             return
         phase = sharding_phase(state)
-        if phase == FORWARD_PHASE or state in _all_held:  # it is whole
+        if phase == FORWARD_PHASE or state in _all_held:  # it is gathered
             return
         if phase == REPLAY_PHASE:
             if not backward_runs():
@@ -163,7 +163,7 @@ class GatheredOnce:
         for hook in self._hooks:
             hook.remove()
         while self._held:
-            state, held = self._held.popitem()  # the first one, FSDP's root, last
+            state, held = self._held.popitem()  # in reverse order: FSDP's root, held first, last
             _all_held.discard(state)
             set_sharding_phase(state, FORWARD_PHASE)
             end_sharded_forward(state, held.module, self._outputs)

@@ -2,12 +2,13 @@
 
 FSDP averages gradients over processes at the end of a backward pass. A weight that differs between
 processes is therefore multiplied into the loss, and only the sum of all weights is sent, once per
-window. It is multiplied in over a unit that all processes know without asking, which keeps it near
-1: a gradient of half precision may not hold thousands of tokens times a loss scale.
+window. The loss is multiplied by `weight / unit`, with a unit that all processes know without
+communication and that keeps the factor near 1: a gradient of half precision may overflow if it is
+multiplied by thousands of tokens and a loss scale.
 
-With synchronize="window" FSDP leaves the gradients of a window where autograd has summed them, with
-the unsharded parameters, until the window is closed. From torch 2.15 on it can be told to reduce
-them then; before that the last backward pass does it, which has to be known as it begins.
+With synchronize="window" FSDP keeps the gradients of a window unsharded, with the unsharded
+parameters, until the window is closed. From torch 2.15 on it can be told to reduce them then.
+Before that the last backward pass reduces them, so it must be known to be the last as it begins.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ from accumext.tensors.torch_private import (
 
 
 class ShardedWindow:
-    """The needs of a window of sharded parameters beside its sums."""
+    """What a window of sharded parameters has in addition to its sums."""
 
     def __init__(self) -> None:
-        self.unit: Scalar = 1.0  # what the next window's weights are multiplied in over
-        self.idle = True  # nothing was begun since all processes have closed a window together
-        self.is_open = False  # whether a micro-batch is being held
+        self.unit: Scalar = 1.0  # losses of the next window are multiplied by weight / unit
+        self.idle = True  # no micro-batch has begun since all processes closed a window together
+        self.is_open = False  # whether the context `holding` is active
         self._holding: list[Any] = []  # roots that hold gradients of the open window
         self._held: list[tuple[Tensor, Tensor]] = []  # unsharded parameters and gradients, if seen
-        self._reduced = False  # whether the last backward pass has reduced them
+        self._reduced = False  # whether the last backward pass has reduced these gradients
 
     @classmethod
     def of(cls, parameters: Sequence[Tensor]) -> ShardedWindow | None:
-        """For an optimizer of these parameters; None if none is sharded."""
+        """Return one for an optimizer of these parameters; None if none is sharded."""
         return cls() if any(map(is_dtensor, parameters)) else None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -62,11 +63,11 @@ class ShardedWindow:
 
     @property
     def holds(self) -> bool:
-        """Tell whether FSDP has gradients of the open window, which nothing else has."""
+        """Tell whether FSDP holds unreduced gradients of the open window."""
         return bool(self._holding) and not self._reduced
 
     def roots_to_hold(self, op: str, model: nn.Module, reduction: checks.Reduction) -> list[Any]:
-        """The outermost `fully_shard` modules of a model, for `holding`; raises what forbids it."""
+        """Return a model's outermost `fully_shard` modules; raise if `holding` cannot take them."""
         fail = partial(checks.fail_value, op, "model")
         sharded = [module for module in model.modules() if sharded_state(module) is not None]
         inner = {child for module in sharded for child in module.modules() if child is not module}
@@ -87,8 +88,8 @@ class ShardedWindow:
 
     @contextmanager
     def holding(self, roots: list[Any], model: nn.Module, last: bool) -> Iterator[None]:
-        """In it, backward passes leave gradients unsharded and unreduced; before torch 2.15 all but
-        that of the micro-batch that fills the window, the `last`."""
+        """Have backward passes leave gradients unsharded and unreduced. Before torch 2.15, that of
+        the `last` micro-batch, which fills the window, reduces them."""
         reduces = last and not all(map(_can_finalize, roots))
         self._holding, self._held, self._reduced, self.idle = roots, [], False, False
         for root in roots:
@@ -103,7 +104,7 @@ class ShardedWindow:
         self._held = [(p, p.grad) for p in whole if p.grad is not None]
 
     def refuse_to_collect(self, op: str) -> None:
-        """Raise, before anything has changed, where `collect` cannot be called."""
+        """Raise, before anything has changed, if `collect` cannot be called."""
         self._refuse_cleared(op)
         if self.holds and not all(map(_can_finalize, self._holding)):
             contract = "be full to be synchronised, or torch 2.15 or later"
@@ -112,7 +113,7 @@ class ShardedWindow:
             raise RuntimeError(checks.message(op, "the window", contract, got, advice))
 
     def collect(self) -> None:
-        """Have FSDP reduce what it holds into `.grad` of the sharded parameters."""
+        """Have FSDP reduce the gradients that it holds into `.grad` of the sharded parameters."""
         self._held = []  # FSDP frees each gradient that it has sent
         for root in self._holding if self.holds else ():
             root.set_requires_gradient_sync(True)
@@ -122,15 +123,15 @@ class ShardedWindow:
         self._forget()
 
     def drop(self) -> None:
-        """Have FSDP drop what it holds, and whatever state an exception has left it in. May be
-        called again after an exception."""
+        """Have FSDP drop the gradients that it holds, and the state that an exception has left. May
+        be called again after an exception."""
         for root in self._holding:
             drop_unsharded_grads(root)
             _leave_unreduced(root, False)
         self._forget()
 
     def refuse_while_held(self, op: str) -> None:
-        """Raise for what needs the gradients of the open window while FSDP holds them."""
+        """Raise for an operation that needs the open window's gradients, if FSDP holds them."""
         if self.holds:
             contract = "be closed, where FSDP holds its gradients unreduced"
             advice = "Do this where opt.stepped is true"
@@ -150,13 +151,13 @@ class ShardedWindow:
             raise RuntimeError(checks.message(op, name, contract, got, advice))
 
     def _forget(self) -> None:
-        """Hold nothing more."""
+        """Forget the roots, parameters and gradients that were held."""
         self._holding, self._held, self._reduced = [], [], False
 
 
 def closing_groups(parameters: Sequence[Tensor], group: Group | None) -> tuple[list[Group], int]:
-    """Groups over which a window's numbers are summed one after the other, and how many shards:
-    one group, of all processes, where those are what mesh and group span."""
+    """Return the groups over which a window's numbers are summed one after the other, and the
+    number of shards. If mesh and group span all processes, that is one group."""
     sharded: list[Any] = list(filter(is_dtensor, parameters))
     groups: list[Group] = []
     shards = 1
@@ -171,11 +172,11 @@ def closing_groups(parameters: Sequence[Tensor], group: Group | None) -> tuple[l
 
 
 def window_memory(model: nn.Module, synchronize: checks.Synchronize) -> int:
-    """Bytes per process that an open window of a model holds beside its parameters and shards.
+    """Return the bytes per process of an open window, without the model's parameters and shards.
 
-    With `synchronize="backward"` those of the sums of its shards. With "window" those of
-    unsharded gradients, in `MixedPrecisionPolicy.reduce_dtype` if there is one, and of unsharded
-    parameters, which are gathered once for all micro-batches.
+    With `synchronize="backward"` they are those of the sums of its shards. With "window" they are
+    those of unsharded gradients, in `MixedPrecisionPolicy.reduce_dtype` if there is one, and of
+    unsharded parameters, which are gathered once for all micro-batches.
 
     Args:
         model: trained with `fully_shard`; parameters that are not sharded count as they are.
@@ -196,7 +197,7 @@ def window_memory(model: nn.Module, synchronize: checks.Synchronize) -> int:
     checks.instance(op, "model", model, nn.Module, "be a torch.nn.Module")
     checks.one_of(op, "synchronize", synchronize, checks.SYNCHRONIZE)
     total = 0
-    summed: set[Tensor] = set(model.parameters())  # in main gradients of their own
+    summed: set[Tensor] = set(model.parameters())  # parameters whose sums the window holds itself
     for shard, whole, dtype, grad_dtype, elements in gathered_parameters(model):
         summed -= {shard, whole}
         if synchronize == "backward":
@@ -210,12 +211,12 @@ def window_memory(model: nn.Module, synchronize: checks.Synchronize) -> int:
 
 
 def _can_finalize(root: Any) -> bool:
-    """Tell whether this torch reduces gradients after the backward pass, when it is told to."""
+    """Tell whether this torch can be told to reduce gradients after the backward pass."""
     return hasattr(root, "finalize_backward")
 
 
 def _leave_unreduced(root: Any, on: bool) -> None:
-    """Tell whether backward passes leave gradients as they are, and parameters gathered."""
+    """Choose whether backward passes leave gradients unreduced and parameters gathered."""
     root.set_requires_gradient_sync(not on)
     root.set_reshard_after_backward(not on)
     if _can_finalize(root):

@@ -1,7 +1,7 @@
 """fp32 masters of half-precision parameters, which any optimizer can step on.
 
-A half-precision parameter loses every update below half a unit in its last place. Its master, the
-same number in float32, keeps them: gradients reach it unrounded, the optimizer steps on it, and the
+A half-precision parameter loses every update below half a unit in its last place. Its master, a
+float32 copy, keeps such updates: gradients reach it unrounded, the optimizer steps on it, and the
 parameter gets the rounded master after every step.
 """
 
@@ -33,8 +33,8 @@ from accumext.tensors.scalars import Scalar, as_tensor
 Grads: TypeAlias = list[Tensor | None]
 State: TypeAlias = dict[str, Any]  # of an optimizer, as its `state_dict` returns it
 
-# Bytes of parameters that are rounded on the host before they are sent to their device: enough for
-# the bus's full speed, little enough for the sending to overlap with the rounding of the next.
+# Bytes of parameters that are rounded on the host before they are sent to their device: large
+# enough for the bus's full speed, small enough that sending overlaps with rounding the next bundle.
 BUNDLE_BYTES = 16 * 2**20
 
 params_of = itemgetter("params")
@@ -48,7 +48,7 @@ class Master:
 
     parameter: Tensor  # half precision
     stochastic: bool  # whether the master is rounded into it stochastically
-    version: int | None = None  # of the parameter when the two last agreed; None: not known
+    version: int | None = None  # of the parameter when it last was its rounded master, if known
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Master, (
@@ -58,14 +58,15 @@ class Master:
 
     @torch.no_grad()
     def sync(self, master: Tensor, write_master: bool) -> None:
-        """Where the parameter is no rounding of its master, write the one into the other."""
+        """Make parameter and master agree. Elements of the parameter that are no rounding of the
+        master's are written into the master or, without `write_master`, rounded from it."""
         half, wide = dense_storage(self.parameter.detach()), dense_storage(master.detach())
         values = half.to(wide.device, wide.dtype)
         nearest = wide.to(half.dtype).to(wide.dtype)
         agree = nearest == values
         if self.stochastic:
-            # The other neighbour lies beyond the master, and nothing lies between the two: what is
-            # halfway is rounded to one of them.
+            # Stochastic rounding may also give the neighbour on the other side of the master. The
+            # two are neighbours if the number halfway between them is rounded to one of them.
             beyond = (nearest != wide) & ((nearest < wide) == (wide < values))
             halfway = (nearest * 0.5 + values * 0.5).to(half.dtype).to(wide.dtype)
             agree |= beyond & ((halfway == nearest) | (halfway == values))
@@ -76,7 +77,7 @@ class Master:
 
 
 def links_of(tensors: Iterable[Tensor]) -> dict[Tensor, Master]:
-    """The masters among these, and what each stands for."""
+    """Return the masters among these tensors, with what each knows of its parameter."""
     return {t: link for t in tensors if (link := getattr(t, "master_of", None)) is not None}
 
 
@@ -85,22 +86,22 @@ def masters(
     device: torch.device | str | None = None,
     stochastic_rounding: bool = False,
 ) -> list[nn.Parameter]:
-    """fp32 copies of half-precision parameters, for an optimizer to step on.
+    """Return fp32 copies of half-precision parameters, for an optimizer to step on.
 
     `torch.optim.AdamW(masters)` in `AccumulatingOptimizer(..., masters=masters)` then sees the
     window's gradient in float32, and after every step each parameter becomes its rounded master.
     Masters cost 4 bytes per parameter; gradients of half precision are summed in float32 anyway.
 
     Args:
-        parameters: as of `model.parameters()`; shards of `fully_shard`, too. Those that are not of
-            half precision, or are frozen, are returned themselves.
+        parameters: such as `model.parameters()`; shards of `fully_shard`, too. Those that are not
+            of half precision, or are frozen, are returned themselves.
         device: of the masters, and so of the gradients and the optimizer's state; None for that of
-            each parameter. "cpu" keeps them in the host's memory, pinned where there is a GPU.
+            each parameter. "cpu" keeps them in the host's memory, pinned for parameters on a GPU.
         stochastic_rounding: round to one of the two nearest numbers, with the probability that
             makes the expected value that of the master, instead of to the nearest.
 
     Returns:
-        One per parameter, in order; `master.master_of.parameter` is the one that it stands for.
+        One master per parameter, in order; `master.master_of.parameter` is its parameter.
 
     Raises:
         TypeError: an element is no tensor.
@@ -169,9 +170,9 @@ class SteppedTensors:
             checks.fail_type(op, "masters", contract, checks.type_name(masters))
         self._optimizer = optimizer
         self.links = links_of(self.stepped_on())  # by master
-        self._known = len(self.stepped_on())  # tensors that were looked at
+        self._known = len(self.stepped_on())  # how many tensors `links` was made of
         self.is_parameters = not self.links  # whether it steps on the parameters themselves
-        self.roundings = 0  # what seeds the next stochastic rounding: alike on all processes
+        self.roundings = 0  # seed of the next stochastic rounding: equal on all processes
         if not self.links.keys() <= set(known):
             contract = "hold every master that the optimizer steps on"
             got = "None" if masters is None else "a list without some"
@@ -187,7 +188,7 @@ class SteppedTensors:
         return list(chain.from_iterable(map(params_of, self._optimizer.param_groups)))
 
     def parameters(self) -> list[Tensor]:
-        """Return the tensors that gradients are formed for, in the same order."""
+        """Return the model's parameters, which autograd gives gradients, in the same order."""
         stepped_on = self.stepped_on()
         if self.is_parameters:
             return stepped_on
@@ -197,13 +198,13 @@ class SteppedTensors:
         return [links[p].parameter if p in links else p for p in stepped_on]
 
     def goes_to_host(self) -> list[bool]:
-        """Of which parameters gradients leave their device, for sums on the host; [] if of none."""
+        """Tell for which parameters gradients are sent to the host, to sums there; [] if none."""
         if not any(_crossing(map(_parameter_of, self.links.values()), self.links)):
             return []
         return _crossing(self.parameters(), self.stepped_on())
 
     def send(self, grads: Grads) -> Callable[[], Grads]:
-        """Begin to bring all gradients to where their sums are; what is returned waits for them."""
+        """Begin to send gradients to the devices of their sums; return a function that waits."""
         if not (to_host := self.goes_to_host()):
             return lambda: grads
         there, devices = list(grads), set()
@@ -223,18 +224,18 @@ class SteppedTensors:
 
     @torch.no_grad()
     def set_master_grads(self) -> None:
-        """Give the masters their parameters' gradients as they are now."""
+        """Set `.grad` of the masters to the present gradients of their parameters."""
         for master, link in self.links.items():
             grad = link.parameter.grad
             master.grad = None if grad is None else grad.to(master.device, master.dtype)
 
     def clear_master_grads(self) -> None:
-        """Undo that."""
+        """Set `.grad` of the masters to None."""
         for master in self.links:
             master.grad = None
 
     def follow_parameters(self) -> None:
-        """Let masters follow parameters that others have written, as their versions tell."""
+        """Set masters from parameters that others have written, as versions of these tell."""
         now = versions([link.parameter for link in self.links.values()])
         for (master, link), version in zip(self.links.items(), now, strict=True):
             if version is None or version != link.version:
@@ -242,12 +243,13 @@ class SteppedTensors:
                 link.version = version
 
     def rounding(self, skip: Scalar = 0.0, *, every: bool = False) -> Rounding:
-        """Return the rounding into all parameters, or those whose gradient was lent, unless
-        `skip`."""
+        """Return the rounding of masters into their parameters: of those that have a gradient, or
+        of all with `every`. If `skip` is not 0, nothing is written."""
         return Rounding(self, [m for m in self.links if every or m.grad is not None], skip)
 
     def followed(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the optimizer, after which parameters follow the masters that it wrote."""
+        """Return a wrapper of an optimizer's method that rounds masters that the method wrote into
+        their parameters."""
         if self.is_parameters:
             return method
 
@@ -267,12 +269,12 @@ class SteppedTensors:
         return call
 
     def _round_written(self, masters: list[Tensor], before: list[int | None]) -> None:
-        """Round those of these masters into their parameters that were written since."""
+        """Round masters whose versions are not those of `before` into their parameters."""
         pairs = zip(masters, before, versions(masters), strict=True)
         Rounding(self, [master for master, old, new in pairs if old != new]).write()
 
     def check_added(self, op: str, param_group: Any) -> None:
-        """Raise where masters forbid a group; what else is wrong with it the optimizer says."""
+        """Raise if masters forbid a group; the optimizer itself checks the group otherwise."""
         given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
         if isinstance(given, Iterator):  # it can be read only once
             given = param_group["params"] = list(given)
@@ -290,21 +292,21 @@ class SteppedTensors:
         _check_one_each(op, "params", self.links | added)
 
     def know(self) -> None:
-        """Look again: parameters were added to the optimizer."""
+        """Find the masters again, after parameters were added to the optimizer."""
         stepped_on = self.stepped_on()
         self.links |= links_of(stepped_on)
         self._known = len(stepped_on)
 
     def state_dict(self, packed: State) -> State:
-        """The optimizer's, with the masters by index and the count of roundings if it has any."""
+        """Return the optimizer's state; if it has masters, with them and the count of roundings."""
         mine = {i: p.detach() for i, p in enumerate(self.stepped_on()) if p in self.links}
         saved = {"parameters": mine, "roundings": self.roundings}
         return {**packed, "masters": saved} if mine else packed
 
     def load_state_dict(self, op: str, packed: State, load: Callable[[State], None]) -> None:
-        """Check, `load` into the optimizer, and round saved masters into their parameters; where
-        none were saved, masters become what their parameters are. After an exception all of that
-        or nothing."""
+        """Check the state, `load` it into the optimizer, and round saved masters into their
+        parameters. If no masters were saved, they are set from their parameters. After an exception
+        all of that is done, or nothing."""
         saved = None if self.is_parameters else packed.get("masters")
         mine = {i: p for i, p in enumerate(self.stepped_on()) if p in self.links}
         if saved is not None:
@@ -330,13 +332,13 @@ class SteppedTensors:
 
 
 class Rounding:
-    """Masters on their way into their parameters: once, unless they are written again."""
+    """Rounds masters into their parameters: once, unless the masters are written again."""
 
     def __init__(self, target: SteppedTensors, masters: list[Tensor], skip: Scalar = 0.0) -> None:
         self._target, self._masters = target, masters
         self._skip = skip  # not zero: nothing is written
         self._first_seed = target.roundings
-        self._written: list[int | None] = []  # versions of the masters then
+        self._written: list[int | None] = []  # versions of the masters at the last `write`
 
     @torch.no_grad()
     def write(self) -> None:
@@ -358,7 +360,7 @@ class Rounding:
                 parameters, masters = map(list, zip(*pairs, strict=True))
                 flag = skip.to(device, torch.float32) if isinstance(skip, Tensor) else None
                 ops.copy_rounded_(parameters, masters, seed=next(seeds), found_inf=flag)
-            elif not skip:  # a device's word of it has to be waited for here
+            elif not skip:  # if `skip` is on a device, this waits for it
                 _send_rounded(pairs, seeds)
         self._target.roundings = next(numbers)
         for link, version in zip(links, versions([link.parameter for link in links]), strict=True):
@@ -367,7 +369,7 @@ class Rounding:
 
 
 def _send_rounded(pairs: list[tuple[Tensor, Tensor]], seeds: Iterator[Tensor | None]) -> None:
-    """Round masters on the host: one bundle, while that before it is on its way to its device."""
+    """Round masters on the host in bundles; each is sent while the next one is rounded."""
     ends = accumulate(parameter.nbytes for parameter, _ in pairs)
     entries = zip(pairs, ends, strict=True)
     for _, together in groupby(entries, key=lambda entry: entry[1] // BUNDLE_BYTES):
@@ -379,7 +381,7 @@ def _send_rounded(pairs: list[tuple[Tensor, Tensor]], seeds: Iterator[Tensor | N
 
 
 def _check_one_each(op: str, name: str, links: dict[Tensor, Master]) -> None:
-    """Raise unless every element that masters are rounded into has one master."""
+    """Raise if two masters would be rounded into the same memory."""
     parameters = [link.parameter for link in links.values()]
     if len(set(parameters)) < len(parameters):
         advice = "Call accumext.masters once, with all parameters"
@@ -391,7 +393,7 @@ def _check_one_each(op: str, name: str, links: dict[Tensor, Master]) -> None:
 
 
 def _check_saved(op: str, saved: Any, mine: dict[int, Tensor]) -> None:
-    """Raise unless this is what `SteppedTensors.state_dict` saved of these masters by index."""
+    """Raise unless `saved` is what `SteppedTensors.state_dict` saves of masters by index."""
     name = "state_dict['masters']"
     if not isinstance(saved, dict) or saved.keys() != {"parameters", "roundings"}:
         contract = "be what the state_dict of an optimizer with masters has there"

@@ -28,15 +28,16 @@ _ops = torch.ops.accumext
 
 def _define(
     name: str,
-    schema: str,  # with {factor} where the 0-dim tensor or float stands
+    schema: str,  # with {factor} in place of the 0-dim tensor or float
     kernel: Callable[..., Any],
     fake: Callable[..., Any],
     tensor_factor: str = "Tensor? inv_scale=None",
     float_factor: str = "float inv_scale",
 ) -> None:
-    """Two overloads, for a tensor and for a float; the tensor's comes first in the resolution.
+    """Define two overloads, for a tensor and for a float; the tensor's comes first in resolution.
 
-    Were there one, or the float's first, it would take a tensor too, by reading it from the device.
+    If the float's were the only one, or the first, it would take a tensor too, by reading it from
+    the device.
     """
     for overload, factor in (("", tensor_factor), (".scalar", float_factor)):
         _define_overload(f"{name}{overload}", schema.format(factor=factor), kernel, fake)
@@ -52,13 +53,13 @@ def _define_overload(
 
 
 def _norm_fake(tensors: Sequence[Tensor]) -> Tensor:
-    """A norm of these tensors without a value: 0-dim, in their accumulation dtype."""
+    """Return a norm of these tensors without a value: 0-dim, in their accumulation dtype."""
     dtype = reference.accumulation_dtype(*tensors)
     return torch.empty((), dtype=dtype, device=tensors[0].device if tensors else None)
 
 
 def _without_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """`torch.no_grad()`, whose context manager takes as long as an operation on ten tensors."""
+    """Do as `torch.no_grad()`, which takes as long as an operation on ten tensors."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -74,7 +75,7 @@ def _without_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _mark_written(tensors: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
-    """Tell autograd, which compiled kernels bypass: what it saved must not change unseen."""
+    """Tell autograd of writes by compiled kernels, so that it can refuse changed saved tensors."""
     if tensors:
         torch.autograd.graph.increment_version(tensors)
     if found_inf is not None:
@@ -82,10 +83,11 @@ def _mark_written(tensors: Sequence[Tensor], found_inf: Tensor | None = None) ->
 
 
 def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
-    """RuntimeError for what operators do not see, or too late; `tensors.checks` has the words.
+    """Raise RuntimeError, without text, for tensors that operators do not refuse, or too late;
+    `tensors.checks` then raises the error with its text.
 
-    Such are a tensor of torch.inference_mode, outside of it, and a negated view as `found_inf`: the
-    dispatcher makes a plain copy of it for the call and does not put back what was written.
+    These are an inference tensor outside of inference mode, and a negated view as `found_inf`: the
+    dispatcher makes a plain copy of it for the call and does not copy back what was written.
     """
     if torch.compiler.is_compiling():
         return
@@ -95,7 +97,7 @@ def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None
         return
     if found_inf is not None and found_inf.is_inference():
         raise RuntimeError
-    for _ in map(write_count, tensors):  # inference tensors have none: the quickest way to ask
+    for _ in map(write_count, tensors):  # raises for inference tensors: the quickest way to ask
         pass
 
 
@@ -107,9 +109,9 @@ def _accumulated_else(
     grads: Sequence[Tensor],
     options: dict[str, Any],
 ) -> Tensor:
-    """Return the result of a failed call after all, or raise its error.
+    """Return the result of a call that failed because of negated views, or raise its error.
 
-    Operators do not write lists with negated views in them: those are written through copies.
+    Operators do not write lists with negated views in them: these are written through copies.
     """
     name, found_inf = operator_name(op), options["found_inf"]
     inv_scale = options["inv_scale"]
@@ -127,7 +129,7 @@ def _accumulated_else(
 
 
 def _through_copies(write: Callable[[list[Tensor]], _R], tensors: Sequence[Tensor]) -> _R:
-    """The result of `write` for these tensors, with copies of negated views, which are put back."""
+    """Return the result of `write` on these tensors; negated views are copied, and copied back."""
     plain = [tensor.resolve_neg() for tensor in tensors]
     result = write(plain)
     for tensor, written in zip(tensors, plain, strict=True):
@@ -196,7 +198,7 @@ def accumulate_(
 
     The pass is the one of `multi_tensor_axpby` in NVIDIA apex's former `amp`, with the norm added.
     """
-    if type(overwrite) is not bool:  # operators take what counts as one
+    if type(overwrite) is not bool:  # operators also take numbers as bools
         checks.bools("accumulate_", overwrite=overwrite)
     op = _ops.accumulate_.default if isinstance(inv_scale, Tensor) else _ops.accumulate_.scalar
     options = {"inv_scale": inv_scale, "found_inf": found_inf, "overwrite": overwrite}
@@ -220,11 +222,11 @@ def accumulate_recorded(
     overwrite: bool = False,
     if_finite: bool = False,
 ) -> None:
-    """`accumulate_` of valid operands, which appends the norm to a list.
+    """Run `accumulate_` on valid operands, and append the norm to a list in the same call.
 
-    With `if_finite`, `unscale_check_clip_accumulate_` without a limit. A signal, such as that of
-    Ctrl-C, is looked at between two calls in Python; call and record are one, so that after any
-    exception the list tells whether the main gradients were written.
+    With `if_finite`, run `unscale_check_clip_accumulate_` without a limit. Python handles signals,
+    such as that of Ctrl-C, between two calls. Since kernel and append are one call, the list tells
+    after any exception whether the main gradients were written.
     """
     operation = _ops.unscale_check_clip_accumulate_ if if_finite else _ops.accumulate_
     op = operation.default if isinstance(inv_scale, Tensor) else operation.scalar
@@ -238,7 +240,7 @@ def accumulate_recorded(
 
 
 def scale_recorded(done: list[Any], tensors: Sequence[Tensor], factor: float | Tensor) -> None:
-    """`scale_` of valid operands, which appends something to a list as `accumulate_recorded`."""
+    """Run `scale_` on valid operands, and append to a list as `accumulate_recorded` does."""
     op = _ops.scale_.default if isinstance(factor, Tensor) else _ops.scale_.scalar
     torch.autograd.graph.increment_version(tensors)
     done.extend(map(functools.partial(call_of_operator(op), tensors), (factor,)))
@@ -247,10 +249,10 @@ def scale_recorded(done: list[Any], tensors: Sequence[Tensor], factor: float | T
 def multiply_valid(
     products: Sequence[Tensor], sources: Sequence[Tensor], factor: float | Tensor
 ) -> Tensor:
-    """`products = sources * factor` of valid operands, where nothing knows the products yet.
+    """Write `sources * factor` into valid products, which autograd has not seen yet.
 
     Returns:
-        Their norm.
+        The norm of the products.
     """
     op = _ops.accumulate_.default if isinstance(factor, Tensor) else _ops.accumulate_.scalar
     norm: Tensor = op(products, sources, inv_scale=factor, overwrite=True)
@@ -382,7 +384,7 @@ def total_norm(
     inv_scale: float | Tensor = 1.0,
     found_inf: Tensor | None = None,
 ) -> Tensor:
-    """The norm of unscaled gradients as one vector, in one read.
+    """Return the norm of unscaled gradients as one vector, in one read.
 
     `(sum |grad * inv_scale| ** p) ** (1 / p)`; the largest magnitude for p = inf, the smallest for
     p = -inf, NaN if any element is. Sums are formed per chunk in float32 (float64 for float64) and
@@ -437,7 +439,7 @@ _define(
 
 @_without_graph
 def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
-    """Multiply tensors in place: `grad = grad * factor`, a no-op where the factor is exactly 1.0.
+    """Multiply tensors in place: `grad = grad * factor`, a no-op if the factor is exactly 1.0.
 
     The product is rounded once in float32 (float64 for float64), then to the dtype of the tensor.
 
@@ -469,7 +471,7 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
         )
         if broken is not error or not any(grad.is_neg() for grad in grads):
             raise broken from None
-        # The memory of a negated view may be multiplied as well as its negative: it is the same.
+        # Multiplying the memory under a negated view multiplies the view as well.
         op([negated_view(grad) if grad.is_neg() else grad for grad in grads], factor)
     _mark_written(grads)
 
@@ -508,13 +510,13 @@ def copy_rounded_(
 
     Without a seed, to the nearest value, ties to even, as `Tensor.copy_` does. With a seed,
     stochastically: to one of the two neighbours of the value in the dtype of the target, the
-    nearer one more often, so that the expectation of the result is the value. Where half-precision
+    nearer one more often, so that the expectation of the result is the value. If half-precision
     weights are written after every optimizer step, updates that are smaller than half the distance
     of two neighbours are then not lost.
 
-    A value that the dtype of the target has stays what it is, and so do inf and NaN. Beyond the
-    largest finite number of the dtype there is no second neighbour, and values are rounded to
-    nearest. A target that is as wide as its source, or wider, is a plain copy.
+    A value that the dtype of the target can represent is unchanged, and so are inf and NaN. Beyond
+    the largest finite number of the dtype there is no second neighbour, and values are rounded to
+    nearest. A target that is as wide as its source, or wider, gets a plain copy.
 
     The random bits of an element depend only on the seed, on the number of its tensor in the list
     and on the number of the element in its tensor in row-major order: results are the same for
@@ -528,8 +530,7 @@ def copy_rounded_(
         sources: one per target, of its shape. Dtype and strides need not match.
         seed: 0-dim int64 tensor, read on its device; a new value for every call, for example
             incremented by `seed.add_(1)`. None rounds to nearest.
-        found_inf: 0-dim float32 tensor, read on its device. Where it is not 0, no target is
-            written.
+        found_inf: 0-dim float32 tensor, read on its device. If it is not 0, no target is written.
 
     Raises:
         ValueError: lengths, shapes or devices differ, or a target overlaps itself, another target

@@ -26,11 +26,11 @@ from accumext.tensors.scalars import Scalar, sent, to_device
 def group_by_device(
     *lists: list[Tensor], one_call: bool = False
 ) -> list[tuple[torch.device, list[list[Tensor]]]]:
-    """Lists of equal length as operator calls: (device, lists of dense real tensors) each.
+    """Split lists of equal length into operator calls: (device, lists of dense real tensors) each.
 
     Args:
         lists: `lists[k][i]` for all k go into one call together.
-        one_call: whether `fit_one_call` is known to hold.
+        one_call: whether `fit_one_call` is known to be true.
     """
     if one_call or fit_one_call(list(chain(*lists))):
         return [(lists[0][0].device, list(lists))] if lists[0] else []
@@ -43,7 +43,7 @@ def group_by_device(
 
 
 def scale_(tensors: list[Tensor], factor: Scalar, one_call: bool = False) -> None:
-    """Multiply in place, on whatever devices; the host number 1.0 costs nothing."""
+    """Multiply in place, on any devices; the host number 1.0 costs nothing."""
     if tensors and (isinstance(factor, Tensor) or factor != 1.0):
         for device, (mine,) in group_by_device(tensors, one_call=one_call):
             ops.scale_(mine, to_device(device, factor))
@@ -54,9 +54,9 @@ def global_norm(
     *,
     norm_type: float,
     inv_scale: Scalar = 1.0,
-    found_inf: Tensor,  # []; set to 1.0 where a gradient is not finite, on all processes alike
+    found_inf: Tensor,  # []; set to 1.0 if a gradient is not finite, on all processes alike
 ) -> Tensor:  # []
-    """The norm of `grads * inv_scale` as one vector, whatever devices and processes hold them."""
+    """Return the norm of `grads * inv_scale` as one vector, on any devices and processes."""
     if grads and found_inf.device == grads[0].device and fit_one_call(grads):
         factor = to_device(found_inf.device, inv_scale)
         return ops.total_norm(grads, norm_type=norm_type, inv_scale=factor, found_inf=found_inf)
@@ -69,7 +69,7 @@ def global_norm(
         factor = to_device(device, inv_scale)
         norm = ops.total_norm(tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag)
         if groups and norm_type < 0 and not any(tensor.numel() for tensor in tensors):
-            norm = torch.full_like(norm, math.inf)  # of no elements, where the least one counts
+            norm = torch.full_like(norm, math.inf)  # no elements: neutral for the smallest one
         for group in groups:
             norm, flag = _norm_over(group, norm, flag, norm_type)
         found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)))
@@ -78,7 +78,7 @@ def global_norm(
 
 
 def count_nonzero(grads: Sequence[Tensor]) -> Tensor:  # []
-    """The number of gradients that are not all zero: the 0-norm of their 0-norms."""
+    """Return the number of gradients that are not all zero: the 0-norm of their 0-norms."""
     parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
     for grad in map(coalesced, grads):
         part = parts.setdefault((grad.device, _shard_groups(grad)), [])
@@ -94,7 +94,7 @@ def count_nonzero(grads: Sequence[Tensor]) -> Tensor:  # []
 
 
 def _shard_groups(tensor: Any) -> tuple[Group, ...]:
-    """The groups over which a DTensor is split; none for any other tensor."""
+    """Return the groups over which a DTensor is split; none for any other tensor."""
     if not is_dtensor(tensor):
         return ()
     mesh, placements = tensor.device_mesh, tensor.placements
@@ -102,9 +102,9 @@ def _shard_groups(tensor: Any) -> tuple[Group, ...]:
 
 
 def _norm_over(group: Group, norm: Tensor, flag: Tensor, norm_type: float) -> tuple[Tensor, Tensor]:
-    """The norm of a vector split over a group, and its found_inf, from those of its parts.
+    """Return the norm of a vector split over a group, and its found_inf, from those of its parts.
 
-    In one all-reduce: two numbers take no longer than one.
+    One all-reduce sends both numbers, which takes no longer than one number.
     """
     if math.isinf(norm_type):
         sign = math.copysign(1.0, norm_type)

@@ -33,19 +33,19 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` in one read, and one write only where it clips.
+    """Clip as `torch.nn.utils.clip_grad_norm_`, in one read, and one write only if it clips.
 
     `grad = grad * min(1, max_norm / (total_norm + 1e-6))`, in place, over all gradients as one
     vector.
 
     Args:
-        parameters: an iterable of tensors, or one tensor. Those without a gradient are passed over;
+        parameters: an iterable of tensors, or one tensor. Those without a gradient are ignored;
             dtypes and devices may differ. A sparse gradient counts with its coalesced values, a
             DTensor (of `fully_shard`) with those of all processes, which must call this together. A
             gradient that several parameters share counts, and is scaled, once for each of them.
         max_norm: the largest norm the gradients may keep. A number or a tensor of one element,
             which is read from its device. Any value goes into the formula, as in torch: a negative
-            one turns the gradients round, NaN makes them NaN.
+            one negates the gradients, NaN makes them NaN.
         norm_type: p of the p-norm, or `inf` for the largest magnitude; 0 counts the gradients that
             are not all zero, as torch does.
         error_if_nonfinite: raise if the norm is not finite. Reads the device.
@@ -53,9 +53,9 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, on the device of the first gradient, 0-dim, float32 also for half
-        gradients (torch rounds it to their dtype), float64 if a gradient is. Where all gradients
-        are DTensors of one mesh it is a replicated DTensor, so that `norm.full_tensor()` works as
-        with torch's, and needs no communication.
+        gradients (torch rounds it to their dtype), float64 if a gradient is. If all gradients are
+        DTensors of one mesh, it is a replicated DTensor, so that `norm.full_tensor()` works as with
+        torch's, and needs no communication.
 
     Raises:
         ValueError: `norm_type` is NaN, `max_norm` has more elements than one, or a gradient
@@ -84,7 +84,7 @@ def clip_grad_norm_(
     parameters = list(parameters)
     p, limit = checks.clip_limits(max_norm, norm_type, error_if_nonfinite, foreach)
     grads: list[Tensor] = []
-    try:  # dense gradients on one device, a norm: if it is something else, the operator finds out
+    try:  # as if all were dense gradients on one device: else the operator raises
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         norm, usual = total_norm(grads, norm_type=p), True
     except (AttributeError, RuntimeError, TypeError, ValueError):
@@ -108,7 +108,7 @@ def clip_grad_norm_(
 
 
 def _norm_anywhere(grads: list[Tensor], norm_type: float) -> Tensor:
-    """The norm of gradients of any kind, on the device of the first."""
+    """Return the norm of gradients of any kind, on the device of the first."""
     if norm_type == 0:
         return count_nonzero(grads)
     flag = zero_flag(grads[0].device)
@@ -116,7 +116,7 @@ def _norm_anywhere(grads: list[Tensor], norm_type: float) -> Tensor:
 
 
 def _on_mesh_of(grads: list[Any], norm: Tensor) -> Tensor:
-    """The norm as a replicated DTensor where all gradients are DTensors of one mesh."""
+    """Return the norm, as a replicated DTensor if all gradients are DTensors of one mesh."""
     if not grads or not all(map(is_dtensor, grads)):
         return norm
     mesh = grads[0].device_mesh

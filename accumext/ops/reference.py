@@ -1,4 +1,4 @@
-"""Each gradient operation in plain PyTorch: kernel where none is compiled, oracle of the others."""
+"""Each gradient operation in plain PyTorch: fallback kernels, and the oracle of compiled ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def accumulate_(
     found_inf: Tensor | None = None,  # []
     overwrite: bool = False,
 ) -> Tensor:  # []
-    """`main_grad = main_grad + grad * inv_scale`; returns the 2-norm of the result."""
+    """Add `grad * inv_scale` to each main gradient; return the 2-norm of the result."""
     checks.accumulate_(main_grads, grads, inv_scale, found_inf)
     checks.accumulate_memory("accumulate_", main_grads, grads, inv_scale, found_inf)
     _mark_nonfinite(found_inf, grads)
@@ -44,7 +44,7 @@ def unscale_check_clip_accumulate_(
     overwrite: bool = False,
     if_finite: bool = False,
 ) -> Tensor:  # []
-    """`main_grad = main_grad + grad * (inv_scale * clip_coef)`; returns the unclipped norm."""
+    """Add `grad * (inv_scale * clip_coef)` to each main gradient; return the unclipped norm."""
     checks.unscale_check_clip_accumulate_(
         main_grads, grads, inv_scale, max_norm, norm_type, found_inf
     )
@@ -70,7 +70,7 @@ def total_norm(
     inv_scale: float | Tensor = 1.0,  # float or []
     found_inf: Tensor | None = None,  # []
 ) -> Tensor:  # []
-    """The norm of `grads * inv_scale`, taken as one vector."""
+    """Return the norm of `grads * inv_scale`, taken as one vector."""
     checks.total_norm(grads, norm_type, inv_scale, found_inf)
     checks.norm_memory(grads, inv_scale, found_inf)
     _mark_nonfinite(found_inf, grads)
@@ -82,12 +82,12 @@ def scale_(
     grads: Sequence[Tensor],
     factor: float | Tensor,  # float or []
 ) -> None:
-    """`grad = grad * factor`."""
+    """Multiply each gradient by the factor, in place."""
     checks.scale_(grads, factor)
     checks.scale_memory(grads, factor)
     for grad in grads:
         dtype = accumulation_dtype(grad)
-        if grad.dtype == dtype:  # the same, without a second tensor of its size
+        if grad.dtype == dtype:  # the same result, without a temporary tensor
             grad.mul_(factor.to(dtype) if isinstance(factor, Tensor) else factor)
         else:
             grad.copy_(_scaled(grad, factor, dtype))
@@ -101,7 +101,7 @@ def copy_rounded_(
     seed: Tensor | None = None,  # [] int64
     found_inf: Tensor | None = None,  # []
 ) -> None:
-    """`target = round(source)`, unless `found_inf` is set; with a seed, rounded stochastically."""
+    """Copy each source, rounded, with a seed stochastically, unless `found_inf` is not 0."""
     checks.copy_rounded_(targets, sources, seed, found_inf)
     checks.copy_memory(targets, sources, seed, found_inf)
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
@@ -116,28 +116,28 @@ def copy_rounded_(
 def window_factors(
     numbers: Tensor,  # [3] float64: norm, clip_coef, factor
     flags: Tensor,  # [3] float32: 1 / factor, skip, found_inf
-    main_grads: Sequence[Tensor],  # the sums of a window, looked at where no norm is given
-    norm: Tensor | None,  # []; None: their 2-norm, and whether they are finite, is found
+    main_grads: Sequence[Tensor],  # the sums of a window, read if no norm is given
+    norm: Tensor | None,  # []; None: compute their 2-norm, and whether they are finite
     *,
     unit: float,
-    device_unit: Tensor | None,  # [], as are the tensors that follow; in place of unit
+    device_unit: Tensor | None,  # [], as all tensors below; if given, it replaces unit
     weight: Tensor | None,
     scale: Tensor | None,  # None: 1
     max_norm: float | None,  # None: no clip
     normalised: bool,  # the norm is that of the normalised gradient already
     checks_norm: bool,  # a norm that is not finite skips the step
-    overflow: Tensor | None,  # not 0 where a sum is not finite; None: 0
-    found_inf: Tensor | None,  # not 0 where a gradient that came in was not finite; None: 0
-    finite: Tensor | None,  # micro-batches that were, where the others were left out
+    overflow: Tensor | None,  # not 0 if a sum is not finite; None: 0
+    found_inf: Tensor | None,  # not 0 if a gradient was not finite before it was added; None: 0
+    finite: Tensor | None,  # number of finite micro-batches, if the others are left out
 ) -> None:
-    """`factor = unit / weight / scale * clip_coef`, and whether to step on `sums * factor`."""
+    """Compute `factor = unit / weight / scale * clip_coef`, and whether to skip the step."""
     if norm is None:
         overflow = torch.zeros((), dtype=torch.float32, device=numbers.device)
         _mark_nonfinite(overflow, main_grads)
         norm = _norm(main_grads, 2.0)
     norm, one = norm.double(), torch.ones_like(numbers[0])
-    # Tensors even of what the host knows: a number divided by a tensor would be rounded twice, as
-    # torch's clip and `clip_coef` do.
+    # Tensors also for numbers of the host: torch divides a number by a tensor as a reciprocal times
+    # the number, which rounds twice, as in torch's clip and `clip_coef`.
     numerator = one * unit if device_unit is None else device_unit
     factor = one * window_quotient(numerator, weight, one if scale is None else scale)
     broken = ~factor.isfinite()
@@ -159,10 +159,10 @@ def window_factors(
 
 def window_quotient(
     unit: Scalar,
-    weight: Tensor | None,  # [] float64; 0, where nothing counts, makes 0 of everything
+    weight: Tensor | None,  # [] float64; if it is 0, as if nothing counts, so is the quotient
     scale: Scalar,
 ) -> Scalar:
-    """`unit / weight / scale`: what makes the window's gradient of its sums."""
+    """Return `unit / weight / scale`, the factor from sums to the window's gradient."""
     if weight is not None:
         positive = weight > 0
         unit = unit / torch.where(positive, weight, 1.0) * positive
@@ -170,16 +170,17 @@ def window_quotient(
 
 
 def _stochastically_rounded(source: Tensor, dtype: torch.dtype, seed: Tensor, i: int) -> Tensor:
-    """A neighbour of each element in a narrower dtype, by its random bits; nearest beyond them all.
+    """Return each element rounded to one of its neighbours in a narrower dtype, chosen by random
+    bits; beyond the largest finite number, rounded to nearest.
 
-    The neighbour away from zero has the probability of the distance from the other one, in units
-    of their distance, rounded down to a multiple of 2 ** -31.
+    The neighbour away from zero has as its probability the element's distance from the other one,
+    divided by the distance of the two, rounded down to a multiple of 2 ** -31.
     """
     info = torch.finfo(dtype)
     magnitude = source.double().abs()
     least_exponent = round(math.log2(info.smallest_normal))
     exponent = (magnitude.view(torch.int64) >> 52).sub(1023).clamp(min=least_exponent)
-    distance = _power_of_two(exponent + round(math.log2(info.eps)))  # of neighbours
+    distance = _power_of_two(exponent + round(math.log2(info.eps)))  # between neighbours
     units = magnitude / distance
     lower = units.floor()
     away = ((units - lower) * 2**31).floor().to(torch.int64)
@@ -189,7 +190,7 @@ def _stochastically_rounded(source: Tensor, dtype: torch.dtype, seed: Tensor, i:
 
 
 def _power_of_two(exponent: Tensor) -> Tensor:
-    """`2.0 ** exponent` of int64 in float64, exactly."""
+    """Return `2.0 ** exponent` of int64 in float64, exactly."""
     return (exponent + 1023 << 52).view(torch.float64)
 
 
@@ -198,10 +199,10 @@ def random_bits(
     i: int,
     shape: Sequence[int],
 ) -> Tensor:  # [*shape] int64
-    """32 random bits for each element of the i-th tensor of a list.
+    """Return 32 random bits for each element of the i-th tensor of a list.
 
-    Elements are counted in row-major order, whatever their strides. Two streams give 16 bits each,
-    of which most elements need only the high ones; a block of 128 bits serves 8 elements.
+    Elements are counted in row-major order, whatever their strides. Two streams give the 16 high
+    and the 16 low bits; most elements need only the high ones. 128 bits serve 8 elements.
     """
     count = math.prod(shape)
     blocks = torch.arange(-(-count // 8), device=seed.device)
@@ -219,7 +220,7 @@ def _philox(
     stream: int,
     seed: Tensor,  # [] int64
 ) -> Tensor:  # [N, 4] int64, of 32 bits each
-    """Philox4x32-7 with the seed as its key and (block, i, stream) as its counter.
+    """Return Philox4x32-7 with the seed as its key and (block, i, stream) as its counter.
 
     Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011.
     """
@@ -228,7 +229,7 @@ def _philox(
     c, d = torch.full_like(block, i), torch.full_like(block, stream)
     key_0, key_1 = seed & low, seed >> 32 & low
     for _ in range(7):
-        # Products of 64 bits wrap into the sign, which shifts then extend.
+        # 64-bit products wrap into the sign bit, which shifts extend: mask after each shift.
         product_a, product_c = a * 0xD2511F53, c * 0xCD9E8D57
         a, b = (product_c >> 32 & low) ^ b ^ key_0, product_c & low
         c, d = (product_a >> 32 & low) ^ d ^ key_1, product_a & low
@@ -237,7 +238,7 @@ def _philox(
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """float64 if any of the tensors is, else float32."""
+    """Return float64 if any of the tensors is float64, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
@@ -245,10 +246,10 @@ def clip_coef(
     norm: Tensor,  # []
     max_norm: float,
 ) -> Tensor:  # []
-    """`min(1, max_norm / (norm + 1e-6))`; NaN where the norm is NaN, as in torch.
+    """Return `min(1, max_norm / (norm + 1e-6))`; NaN if the norm is NaN, as in torch.
 
-    Without a limit, or one beyond the dtype of the norm, it is 1, also where the norm of finite
-    gradients overflowed.
+    If `max_norm` is beyond the largest number of the norm's dtype, such as inf, it is 1, also if
+    the norm of finite gradients overflowed.
     """
     if max_norm > torch.finfo(norm.dtype).max:
         return torch.ones_like(norm)
@@ -257,19 +258,19 @@ def clip_coef(
 
 
 def _scaled(tensor: Tensor, factor: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor * factor` with both brought to `dtype` first, so that only the product is rounded."""
+    """Return `tensor * factor`, with both cast to `dtype` first: only the product is rounded."""
     return tensor.to(dtype) * (factor.to(dtype) if isinstance(factor, Tensor) else factor)
 
 
 def _updated(main_grad: Tensor, grad: Tensor, factor: float | Tensor, overwrite: bool) -> Tensor:
-    """The main gradient afterwards, in the accumulation dtype of the pair."""
+    """Return the new main gradient, in the accumulation dtype of the pair."""
     dtype = accumulation_dtype(main_grad, grad)
     scaled = _scaled(grad, factor, dtype)
     return scaled if overwrite else main_grad.to(dtype) + scaled
 
 
 def _norm(tensors: Sequence[Tensor], norm_type: float, inv_scale: float | Tensor = 1.0) -> Tensor:
-    """The norm of the tensors' norms, each in its accumulation dtype; 0 where no element is."""
+    """Return the norm of the tensors' norms, each in its accumulation dtype; 0 if no element is."""
     dtype = accumulation_dtype(*tensors)
     norms = [
         _vector_norm(_scaled(t, inv_scale, accumulation_dtype(t)).reshape(-1), norm_type).to(dtype)
@@ -285,7 +286,7 @@ def _vector_norm(
     elements: Tensor,  # [N]
     norm_type: float,
 ) -> Tensor:  # []
-    """The norm of the chunks' norms and the rest; one long sum would depend on torch's threads."""
+    """Return the norm of the norms of chunks. One long sum would depend on torch's threads."""
     chunks = elements.numel() // _CHUNK_SIZE
     if chunks == 0:
         norm: Tensor = torch.linalg.vector_norm(elements, norm_type)
@@ -296,13 +297,13 @@ def _vector_norm(
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> Tensor:  # [] bool
-    """Tell whether every element is finite, still on the device."""
+    """Tell whether every element is finite, as a tensor on their device."""
     if not tensors:
         return torch.tensor(True, device="cpu")
     return torch.stack([t.isfinite().all() for t in tensors]).all()
 
 
 def _mark_nonfinite(found_inf: Tensor | None, grads: Sequence[Tensor]) -> None:
-    """Set `found_inf` to 1.0 where a gradient is not finite; otherwise leave it as it was."""
+    """Set `found_inf` to 1.0 if a gradient is not finite; otherwise leave it as it was."""
     if found_inf is not None and grads:
         found_inf.masked_fill_(~_all_finite(grads), 1.0)

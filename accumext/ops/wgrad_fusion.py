@@ -1,11 +1,11 @@
 """Weight-gradient accumulation fusion: an operator adds to an optimizer's sum of gradients instead
-of returning one, so that none of the weight's size is made beside it.
+of returning a gradient, so that no second tensor of the weight's size is allocated.
 
-As the `main_grad` of Megatron-LM and TransformerEngine, but the sums stay with the optimizer: its
-parameters know its `MainGrads`. An operator that finds in the forward pass that there will be a sum
-(`may_fuse`) may leave the weight's gradient to the backward pass (the decoder forms its logits
-again for that). In the optimizer's own backward pass `destination` hands the sum out. The operator
-adds to it, and returns no gradient.
+As `main_grad` in Megatron-LM and TransformerEngine, but the sums stay with the optimizer: its
+parameters know its `MainGrads`. If `may_fuse` says in the forward pass that there will be a sum, an
+operator may compute the weight's gradient in the backward pass (for which the decoder recomputes
+its logits). In the optimizer's own backward pass `destination` returns the sum. The operator adds
+to it, and returns no gradient.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _OWNER = "_main_grad_owner"
 
 
 class Holder(Protocol):
-    """The state of an optimizer."""
+    """What `MainGrads` needs of an optimizer."""
 
     def expects_sum(self, parameter: Tensor) -> bool:
-        """Tell whether the next backward pass adds to a sum of this parameter that is there."""
+        """Tell whether the next backward pass adds to an existing sum of this parameter."""
 
     def nothing_to_clip(self) -> None:
-        """`clip_grad_norm_` has found no gradient of its parameters."""
+        """Warn that `clip_grad_norm_` has found no gradient of its parameters."""
 
 
 class _Owner:
-    """The main gradients of an optimizer, while it lives; unknown to a pickled parameter."""
+    """A weak reference to the main gradients of an optimizer; None in a pickled parameter."""
 
     def __init__(self, main_grads: MainGrads) -> None:
         self.reference: Callable[[], MainGrads | None] = ref(main_grads)
@@ -49,14 +49,14 @@ class MainGrads:
         self._holder = ref(holder)
         self._owner = _Owner(self)
         self._parameters: list[ReferenceType[Tensor]] = []
-        # While a backward pass of the optimizer runs: the sum of a parameter, to which operators
-        # may add; None for one whose gradient takes the usual way.
+        # Set while a backward pass of the optimizer runs: returns the sum of a parameter, to which
+        # operators may add, or None if they are to return the gradient to autograd.
         self.lookup: Callable[[Tensor], Tensor | None] | None = None
         finalize(self, _remove, self._parameters, self._owner)
         self.declare(parameters)
 
     def declare(self, parameters: Iterable[Tensor]) -> None:
-        """Let these parameters know of it."""
+        """Let these parameters know this object."""
         for parameter in parameters:
             if getattr(parameter, _OWNER, None) is not self._owner:
                 vars(parameter)[_OWNER] = self._owner
@@ -81,7 +81,7 @@ class MainGrads:
         return main
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # whoever holds it makes another
+        return type(None), ()  # a copied or unpickled optimizer makes another
 
 
 def _remove(parameters: list[ReferenceType[Tensor]], owner: _Owner) -> None:
@@ -92,7 +92,7 @@ def _remove(parameters: list[ReferenceType[Tensor]], owner: _Owner) -> None:
 
 
 def _owner_of(parameter: Tensor) -> MainGrads | None:
-    """The main gradients that a parameter has a part in, unless a hook has to see its gradient."""
+    """Return the `MainGrads` of a parameter; None if a hook has to see its gradient."""
     owner = getattr(parameter, _OWNER, None)
     if owner is None or not parameter.is_leaf or _has_hooks(parameter):
         return None
@@ -101,7 +101,7 @@ def _owner_of(parameter: Tensor) -> MainGrads | None:
 
 
 def _has_hooks(parameter: Tensor) -> bool:
-    """Tell whether there are hooks but the optimizer's own, which come with its backward pass."""
+    """Tell whether a parameter has hooks other than this package's own."""
     hooks = [hook for several in gradient_hooks(parameter) for hook in (several or {}).values()]
     return not all(str(getattr(hook, "__module__", "")).startswith("accumext.") for hook in hooks)
 
@@ -113,16 +113,14 @@ def may_fuse(parameter: Tensor) -> bool:
 
 
 def destination(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """In a backward pass: where to add a gradient of this dtype; None: return it to autograd.
-
-    Whoever gets a destination adds to it.
-    """
+    """Return the sum to which a backward pass has to add a gradient of this dtype; None if it has
+    to return the gradient to autograd."""
     owner = _owner_of(parameter) if hasattr(parameter, _OWNER) else None
     return None if owner is None else owner.hand_out(parameter, dtype)
 
 
 def say_nothing_to_clip(parameters: Iterable[Tensor]) -> None:
-    """Tell an optimizer that none of these parameters had a gradient in `.grad`."""
+    """Have the optimizer of these parameters warn that none had a gradient in `.grad`."""
     for parameter in parameters:
         owner = getattr(parameter, _OWNER, None)
         main_grads = None if owner is None else owner.reference()

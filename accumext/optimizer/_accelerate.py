@@ -1,4 +1,4 @@
-"""What has to be known of Accelerate. It is never imported: what is not there cannot be in use."""
+"""What has to be known of Accelerate, which is never imported: only a user's import counts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from accumext.tensors import checks
 
 
 def is_accelerated(optimizer: object) -> bool:
-    """Tell whether an optimizer is Accelerate's, around another."""
+    """Tell whether an optimizer is an AcceleratedOptimizer, which wraps another."""
     kind: Any = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
     return isinstance(optimizer, kind)
 
 
 def _accumulation_steps() -> int:
-    """After how many backward passes Accelerate steps; one number per process."""
+    """Return after how many backward passes Accelerate steps; one number per process."""
     state = sys.modules.get("accelerate.state")
     return 1 if state is None else state.GradientState().num_steps
 
 
 def refuse_prepared(op: str, optimizer: Any) -> None:
-    """ValueError for an optimizer inside the wrapper that Accelerate has prepared, if it leaves out
-    steps: it would lose whole windows, and its scaler would not hear of those that are skipped.
-    """
+    """Raise ValueError for a wrapped optimizer that Accelerate has prepared, if it skips steps: it
+    would lose whole windows, and its scaler would not know of windows that are skipped here."""
     if not is_accelerated(optimizer):
         return
     steps = _accumulation_steps()
@@ -36,9 +35,9 @@ def refuse_prepared(op: str, optimizer: Any) -> None:
 
 
 def refuse_second_accumulation(op: str, window: int) -> None:
-    """RuntimeError where Accelerate leaves out steps itself: the two windows would multiply.
+    """Raise RuntimeError if Accelerate accumulates gradients, too: the two windows would multiply.
 
-    Other trainers keep their number to themselves: several backward passes before a step may be a
+    For other trainers this cannot be checked: several backward passes before a step may be one
     micro-batch.
     """
     steps = 1 if window == 1 else _accumulation_steps()
@@ -50,9 +49,9 @@ def refuse_second_accumulation(op: str, window: int) -> None:
 
 
 def tell_of_a_skipped_step(optimizer: object) -> None:
-    """Have Accelerate know, under a GradScaler, that no step was taken: its schedules wait then.
+    """Let Accelerate know, under a GradScaler, that no step was taken, so that its schedules wait.
 
-    It takes a call of `step` for a step taken, and wraps `step` for that while the scaler runs.
+    While the scaler runs, Accelerate wraps `step`, and takes its call for a step taken.
     """
     for cell in getattr(vars(optimizer).get("step"), "__closure__", None) or ():
         with suppress(ValueError):  # a variable of the closure that is not set

@@ -48,7 +48,7 @@ from accumext.tensors.torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_S
 
 
 def _setting(name: str, doc: str) -> Any:
-    """A property that is a setting of the optimizer, checked when it is assigned."""
+    """Return a property for a setting of the optimizer, which is checked when it is assigned."""
 
     def get(self: Any) -> Any:
         return getattr(self._engine.settings, name)
@@ -73,21 +73,21 @@ class AccumulatingOptimizer(OptimizerProxy):
     state, hooks and checkpoints are the wrapped optimizer's, `opt.optimizer`.
 
     With `window=1`, no clipping and finite gradients it is the wrapped optimizer, bit for bit, and
-    gradients stay visible in `.grad`. With more, or where windows are summed over processes,
-    `.grad` is empty except during a backward pass.
+    gradients stay visible in `.grad`. With a larger window, or if windows are summed over
+    processes, `.grad` is empty except during a backward pass.
 
     Autograd adds the gradients of `backward` to the window's sums themselves, so a window of
-    full-precision parameters holds one set of gradients, as a loop by hand does. Those of half
+    full-precision parameters holds one set of gradients, as a loop by hand does. Gradients of half
     precision are added to float32 sums.
 
-    An exception, of a hook, an allocation or the keyboard, leaves the parameters and the window as
+    After an exception, of a hook, an allocation or the keyboard, parameters and window are as
     before the call or as after it. But a backward pass that fails while it adds to the window drops
-    the window, and the exception says so, unless `on_nonfinite` keeps micro-batches apart.
+    it, and says so, unless `on_nonfinite` checks micro-batches before they are added.
 
     Args:
-        optimizer: any `torch.optim.Optimizer`, also one around others: this one is outermost. One
-            whose `step` requires a closure (LBFGS) takes `window=1`, and no `max_norm`, `scaler` or
-            `process_group`.
+        optimizer: any `torch.optim.Optimizer`, also one that wraps others: this one is outermost.
+            If its `step` requires a closure (LBFGS), it takes `window=1`, and no `max_norm`,
+            `scaler` or `process_group`.
         window: micro-batches per optimizer step.
         max_norm: global norm to clip the window's gradient to; None does not clip.
         norm_type: p of that norm, nonzero, or `inf`.
@@ -96,9 +96,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         on_nonfinite: what an inf or NaN does. "skip_window": no step, the window empties.
             "skip_micro_batch": that micro-batch counts nowhere; no step if none is left. "raise":
             RuntimeError with the names of the parameters, before the micro-batch is added. The
-            last two look at a micro-batch before it is added, for a second set of gradients.
+            last two check a micro-batch before it is added, which costs a second set of gradients.
         reduction: "mean" or "sum" over the window, on all processes that it is summed over.
-        process_group: group over which to sum each window, once; the gradients given must not be
+        process_group: group over which to sum each window, once; the gradients must not be
             synchronised already. `micro_batch(model)` does this for DistributedDataParallel.
         accumulate_in_backward: add every gradient of half precision, and free it, as soon as
             `backward` has made it, so that memory peaks at the sums and one layer's gradient. With
@@ -131,9 +131,9 @@ class AccumulatingOptimizer(OptimizerProxy):
     """
 
     def _takes_scale(self) -> bool:
-        """True, so that GradScaler always calls step, and sets `grad_scale` and `found_inf` before.
-        It would multiply its scale by what a step that did not begin has left there.
-        """
+        """Return True, so that GradScaler always calls `step`, after it has set `grad_scale` and
+        `found_inf`. A `grad_scale` left by a step that did not begin is removed, because GradScaler
+        would multiply it into the next one."""
         if "found_inf" in vars(self):
             vars(self).pop("grad_scale", None)
         return True
@@ -225,8 +225,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             TypeError: `loss` is not a tensor, `weight` neither a number nor a tensor, or an option
                 is of the wrong type.
             ValueError: `loss` has several elements or no graph, `weight` is negative or not finite,
-                `inputs` are empty or have no gradient, or `create_graph` is True where gradients
-                leave `.grad`.
+                `inputs` are empty or require no gradient, or `create_graph` is True although
+                gradients leave `.grad`.
             RuntimeError: with `on_nonfinite="raise"`, a gradient is not finite.
 
         Example:
@@ -246,9 +246,10 @@ class AccumulatingOptimizer(OptimizerProxy):
     def accumulate(self, weight: float | Tensor = UNWEIGHTED) -> None:
         """Add the gradients in `.grad` as one micro-batch, and leave `.grad` empty.
 
-        With a scaler they are unscaled with the loss scale in force now. If there are none, those
-        that the latest `backward` of another AccumulatingOptimizer made of these parameters are
-        added, without that one's loss scale and weight: one loss of two optimizers.
+        With a scaler they are unscaled with its present loss scale. If `.grad` is empty, the
+        gradients that the latest `backward` of another AccumulatingOptimizer computed for these
+        parameters are added, without the loss scale and weight of that optimizer. So two optimizers
+        can share one loss.
 
         Args:
             weight: what the micro-batch counts, as in `backward`; by default 1, or what it counted
@@ -257,9 +258,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             TypeError: `weight` is neither a number nor a tensor.
             ValueError: `weight` is negative or not finite.
-            RuntimeError: `.grad` holds nothing, or only what is consumed, the scaler has not scaled
-                any loss yet, this is inside `micro_batch()`, other optimizers have made several
-                backward passes, or, with `on_nonfinite="raise"`, a gradient is not finite.
+            RuntimeError: `.grad` is empty, or holds only used gradients; the scaler has not scaled
+                any loss yet; this is inside `micro_batch()`; other optimizers have run several
+                backward passes; or, with `on_nonfinite="raise"`, a gradient is not finite.
 
         Example:
             >>> scaler.scale(loss).backward()
@@ -295,25 +296,25 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     @contextmanager
     def micro_batch(self, model: torch.nn.Module | None = None) -> Iterator[None]:
-        """Any number of backward passes inside count as one micro-batch, added at the end.
+        """Count any number of backward passes inside as one micro-batch, added at the end.
 
-        Their gradients are summed, so losses that are means are divided by their number. Gradients
-        of half-precision parameters are summed in float32. An exception drops the window,
-        and says so, once it has been added to; before that, or where `on_nonfinite` keeps
-        micro-batches apart, only what this one brought.
+        Their gradients are summed, so divide losses that are means by the number of passes.
+        Gradients of half-precision parameters are summed in float32. An exception drops the window,
+        and says so, if gradients of this micro-batch have been added to it. Else, or if
+        `on_nonfinite` checks micro-batches first, it drops this micro-batch alone.
 
         Args:
-            model: a model, or an nn.ModuleList of several, whose synchronisation after every
-                backward pass is to be held back. DistributedDataParallel: it does not synchronise
-                at all, and the window is summed over `process_group`, or the model's group, once.
+            model: a model, or an nn.ModuleList of several, that is not to synchronise gradients
+                after every backward pass. DistributedDataParallel: it does not synchronise at all,
+                and the window is summed over `process_group`, or the model's group, once.
                 FSDP (`fully_shard`): it reduces every pass, or with `synchronize="window"` the
                 window once; an exception inside then drops the window.
 
         Raises:
-            TypeError: `model` is a wrapper whose gradients are not understood, or no module.
+            TypeError: `model` is a wrapper that this package does not know, or no module.
             ValueError: the `backward` calls inside have different weights, parts of `model` are in
-                different process groups or have `static_graph=True` and no backward pass behind
-                them, or none is sharded where `synchronize="window"`.
+                different process groups, or have `static_graph=True` before their first backward
+                pass, or no part is sharded although `synchronize="window"`.
             RuntimeError: a `micro_batch` is open already.
 
         Example:
@@ -329,16 +330,16 @@ class AccumulatingOptimizer(OptimizerProxy):
             yield
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Accumulate what is pending in `.grad`, then step if the window is full; else do nothing.
+        """Accumulate the gradients pending in `.grad`, then step if the window is full.
 
         Works under `scaler.step(opt)` too, before or after `scaler.unscale_(opt)`.
 
-        It uses whatever is in `.grad`, as a bare optimizer does, but for what `backward` produced
-        and an earlier step used. With `window=1` the wrapped step is called without gradients, too.
+        It uses every gradient in `.grad`, as a bare optimizer does, except those of `backward` that
+        an earlier step used. With `window=1` the wrapped step is called even without gradients.
 
         Args:
-            closure: evaluated with gradients enabled; not for a step that is already under a
-                GradScaler. With `window=1`, no `max_norm`, scaler and process group, the wrapped
+            closure: evaluated with gradients enabled; not for a step that a GradScaler calls.
+                With `window=1` and without `max_norm`, scaler and process group, the wrapped
                 optimizer evaluates it, when and as often as it likes; else it is evaluated once,
                 before anything else.
             kwargs: for the wrapped optimizer's `step`, if it is called.
@@ -349,7 +350,7 @@ class AccumulatingOptimizer(OptimizerProxy):
 
         Raises:
             RuntimeError: called through `scaler.step` although this optimizer has a scaler of its
-                own or has accumulated already, or inside `micro_batch()`, or where processes do not
+                own or has accumulated already, or inside `micro_batch()`, or if processes do not
                 close the same window; the only backward pass since the last step was another
                 AccumulatingOptimizer's; the wrapped `step` asks for the closure after it was
                 evaluated here, or for the graph of gradients that were summed; or, with
@@ -363,14 +364,14 @@ class AccumulatingOptimizer(OptimizerProxy):
         return run_step(self._engine, self, f"{OP}.step", closure, kwargs)
 
     setattr(step, STEP_IS_WRAPPED, True)  # hooks run around the wrapped step alone
-    # GradScaler asks for it in every step, and what is there need not be found again.
+    # GradScaler asks for the signature in every step: stored here, it is not computed again.
     setattr(step, "__signature__", inspect.signature(step))  # noqa: B010
 
     def flush(self) -> None:
-        """Step on what the window holds so far, normalised by just that; nothing if it is empty.
+        """Step on what the window holds so far, normalised by its weights; not if it is empty.
 
         Raises:
-            RuntimeError: inside `micro_batch()`, or where processes do not close the same window.
+            RuntimeError: inside `micro_batch()`, or if processes do not close the same window.
 
         Example:
             >>> opt.flush()  # after the last batch of an epoch
@@ -391,16 +392,15 @@ class AccumulatingOptimizer(OptimizerProxy):
         self._engine.drop()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear `.grad`. An open window keeps what it has: see `discard`.
+        """Clear `.grad`. An open window keeps its sums: `discard` drops them.
 
-        A `zero_grad` of the wrapped optimizer's own is called between windows alone.
+        If the wrapped optimizer overrides `zero_grad`, that is called only between windows.
 
         Between a `loss.backward()` of your own and `step` it clears the gradients of that pass.
 
         Args:
-            set_to_none: as in torch, for a wrapped `zero_grad` that takes it. Zeros that are left
-                in `.grad` instead are a gradient to `step`, as without the wrapper, but nothing new
-                to `flush`.
+            set_to_none: as in torch, if the wrapped `zero_grad` takes it. If False, `step` uses the
+                zeros left in `.grad` as a gradient, as without the wrapper; `flush` does not.
 
         Example:
             >>> opt.zero_grad()
@@ -420,7 +420,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         if getattr(clear, "__func__", None) is Optimizer.zero_grad:
             if not (set_to_none and all(map(is_none, map(grad_of, parameters)))):
                 clear(set_to_none)
-        elif engine.state.micro_batches:  # it may clear more, of the micro-batches before
+        elif engine.state.micro_batches:  # the wrapped one may clear more than `.grad`
             ours = parameters
         else:
             clear(**takes(clear, set_to_none=set_to_none))
@@ -436,7 +436,7 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     @property
     def stepped(self) -> bool:
-        """True if the last `step` or `flush` closed a window, taken or skipped.
+        """True if the last `step` or `flush` closed a window, whether it stepped or skipped.
 
         Example:
             >>> if opt.stepped:
@@ -446,7 +446,7 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     @property
     def last(self) -> WindowReport | None:
-        """The last closed window, None before the first.
+        """The report of the last closed window, None before the first.
 
         Example:
             >>> if opt.stepped and opt.last.skipped:
@@ -455,9 +455,10 @@ class AccumulatingOptimizer(OptimizerProxy):
         return self._engine.state.last
 
     def stats(self) -> dict[str, float]:
-        """The last closed window for any logger, in one device read; {} before the first.
+        """Return the numbers of the last closed window, for a logger, with one device read.
 
         Returns:
+            {} before the first window, then
             `total_norm`, `clip_coef`, `loss_scale`, `weight`, `micro_batches`, and `skipped`, 0.0
             or 1.0. `WindowReport` says what they mean.
 
@@ -469,13 +470,13 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def main_grad(self, parameter: Tensor) -> Tensor | None:
-        """`sum(weight_i * grad_i)` of the open window for a parameter, unscaled, as a new tensor.
+        """Return `sum(weight_i * grad_i)` of the open window for a parameter, unscaled.
 
         Args:
-            parameter: one of the optimizer's.
+            parameter: a parameter of the optimizer.
 
         Returns:
-            A tensor of the parameter's shape, float32 for half precision; None if it has no
+            A new tensor of the parameter's shape, float32 for half precision; None if it has no
             gradient yet.
 
         Raises:
@@ -500,14 +501,14 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def accumulation_state_dict(self) -> dict[str, Any]:
-        """The open window as plain tensors and numbers; a run resumes from it bit for bit.
+        """Return the open window as plain tensors and numbers; a run resumes from it bit for bit.
 
-        `state_dict` does not contain it. Gradients in `.grad`, not yet accumulated, are
-        not part of it.
+        `state_dict` does not contain it. It does not contain gradients in `.grad` that have not
+        been accumulated yet.
 
         Returns:
             Copies, for `load_accumulation_state_dict` and `torch.load(weights_only=True)`. Each of
-            several processes has its own; with `synchronize="window"` all of them make the call.
+            several processes has its own; with `synchronize="window"` all must make the call.
 
         Raises:
             RuntimeError: with `reduce_in_backward`, between a window's last `backward` and `step`;
@@ -525,7 +526,7 @@ class AccumulatingOptimizer(OptimizerProxy):
 
     @torch.no_grad()
     def load_accumulation_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replace the open window by a saved one. Load the scaler's state, if there is one, before.
+        """Replace the open window by a saved one. If there is a scaler, load its state first.
 
         Args:
             state_dict: what `accumulation_state_dict` returned, for the same parameters in order.
@@ -557,20 +558,20 @@ class AccumulatingOptimizer(OptimizerProxy):
         return self._engine.tensors.followed(value)  # such as `eval()` of schedule-free ones
 
     def state_dict(self) -> dict[str, Any]:
-        """Exactly the wrapped optimizer's, so that checkpoints move both ways.
+        """Return exactly the wrapped optimizer's, so that checkpoints move both ways.
 
-        With masters it has one entry more, "masters", which optimizers without them pass over.
+        With masters it has one entry more, "masters", which optimizers without masters ignore.
         """
         return self._engine.tensors.state_dict(self.optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of the wrapped optimizer, from with or without this wrapper.
+        """Load a checkpoint of the wrapped optimizer, saved with or without this wrapper.
 
         Masters are loaded, and rounded into their parameters, if the checkpoint has any; else they
-        become what their parameters are.
+        are set to the values of their parameters.
 
         Raises:
-            ValueError: its groups, or its masters, are not of this optimizer's parameters.
+            ValueError: its groups, or its masters, do not fit this optimizer's parameters.
         """
         load, op = self.optimizer.load_state_dict, f"{OP}.load_state_dict"
         self._engine.tensors.load_state_dict(op, state_dict, load)
@@ -586,7 +587,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         try:
             self.optimizer.add_param_group(param_group)
             know_parameters(self._engine)
-        except BaseException:  # the optimizer may hold the group
+        except BaseException:  # the optimizer may hold the group already
             know_parameters(self._engine)
             raise
 

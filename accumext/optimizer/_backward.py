@@ -54,7 +54,7 @@ _ONE: Scalar = 1.0
 
 
 def check_loss_and_weight(op: str, loss: object, weight: object) -> Scalar:
-    """The loss must be 0-dim and have a graph; returns the weight as `check_weight` does."""
+    """Raise unless the loss has one element and a graph; return the checked weight."""
     if not isinstance(loss, Tensor):
         fail_type(op, "loss", "be a tensor", type_name(loss))
     if loss.numel() != 1:
@@ -73,7 +73,7 @@ class BackwardPass(NamedTuple):
     weight: Scalar
     retain_graph: bool | None = None
     create_graph: bool = False
-    inputs: tuple[Tensor | GradientEdge, ...] | None = None  # which alone get a gradient
+    inputs: tuple[Tensor | GradientEdge, ...] | None = None  # if given, only these get a gradient
 
     def check_options(self, op: str) -> None:
         """Raise for options that autograd would refuse, before it has written any gradient."""
@@ -90,8 +90,8 @@ class BackwardPass(NamedTuple):
                 fail_value(op, f"inputs[{i}]", "be a tensor that requires a gradient", got)
 
     def run(self, engine: Engine, factor: Scalar, lookup: Lookup | None = None) -> None:
-        """Differentiate the loss times a factor, which needs no product in its graph. Operators may
-        add to the sums that `lookup` tells them of."""
+        """Differentiate the loss times a factor, which is passed as the gradient of the loss.
+        Operators may add to the sums that `lookup` returns."""
         loss, seed = self.loss, None
         if isinstance(factor, Tensor):
             seed = torch.ones_like(loss) * factor.to(loss.device, loss.dtype)
@@ -116,7 +116,7 @@ class BackwardPass(NamedTuple):
         return lookup(parameter) if asked else None
 
 
-# Options of a backward pass of which the type alone is asked.
+# Options of a backward pass of which only the type is checked.
 _OPTIONS = (
     ("retain_graph", (NoneType, bool), "be a bool or None"),
     ("create_graph", bool, "be a bool"),
@@ -185,7 +185,7 @@ def run_backward(
 
 
 def _refuse_graph(op: str) -> NoReturn:
-    """Raise for gradients with a graph, which leave `.grad`."""
+    """Raise for `create_graph`, if the gradients do not stay in `.grad`."""
     contract = "be False unless gradients stay in `.grad`, with window=1 and one backward pass"
     advice = "For a loss of gradients: torch.autograd.grad(loss, inputs, create_graph=True)"
     fail_value(op, "create_graph", contract, True, advice)
@@ -194,8 +194,8 @@ def _refuse_graph(op: str) -> NoReturn:
 def clear_consumed(
     op: str, engine: Engine, parameters: Sequence[Tensor], inside: bool
 ) -> Sequence[Tensor | None]:
-    """Empty `.grad` of what steps have used, but inside a micro-batch; what stays counts as part of
-    the micro-batch to come, since autograd adds to it."""
+    """Remove from `.grad` the gradients that steps have used, except inside a micro-batch. Return
+    the remaining ones: autograd adds to them, so they become part of the next micro-batch."""
     grads = grads_of(parameters)
     pending = fresh(parameters, engine.state.consumed, new=not inside)
     if not inside:
@@ -215,9 +215,9 @@ def _check_weight_inside(op: str, micro_batch: OpenMicroBatch, weight: Scalar) -
 
 
 def _cannot_carry(engine: Engine, loss: Tensor, weight: Scalar) -> bool:
-    """Tell whether the loss cannot be multiplied by its weight: 0 must make 0 of NaN, and a loss
-    of half precision would round the weight."""
-    if engine.reducer.base_weight is not None:  # there is no other way
+    """Tell whether the loss cannot be multiplied by its weight. Weight 0 must give 0 even for a NaN
+    gradient, and a loss of half precision would round the weight."""
+    if engine.reducer.base_weight is not None:  # losses of shards must be multiplied
         return False
     if equals(weight, 0.0):
         return True
@@ -243,7 +243,7 @@ def _into_grad(
             scale_(present(pending), ratio)
         call.run(engine, scale if nothing else scale * ratio, _plain_grad)
         grads = list(map(grad_of, parameters))
-        if nothing:  # also where they hold NaN
+        if nothing:  # a product with 0 would keep NaN
             grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
             set_grads(parameters, grads)
         if engine.settings.policy.raises:
@@ -272,8 +272,8 @@ def _into_sums(
     parameters: list[Tensor],
     pending: Sequence[Tensor | None],
 ) -> None:
-    """Run a pass whose loss carries weight and loss scale, so that autograd adds to the sums. If it
-    fails, the window is dropped, and the exception says so."""
+    """Run a pass whose loss is multiplied by weight and loss scale, so that autograd can add to the
+    sums. If it fails, the window is dropped, and the exception says so."""
     before, sending, weight = engine.state, None, call.weight
     window, inside = before.window, before.micro_batch
     if engine.settings.reduce_in_backward:
@@ -298,7 +298,7 @@ def _into_sums(
     except BaseException as error:
         engine.drop()
         clear_grads(parameters)
-        if inside is not None:  # whoever catches this is told at its end
+        if inside is not None:  # a loop that catches this gets an error when the micro-batch ends
             engine.update(micro_batch=OpenMicroBatch(failed=True))
         if before.micro_batches:
             explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
@@ -311,11 +311,11 @@ def _run_pass(
     window: Window,
     call: BackwardPass,
     ratio: Scalar,
-    pending: Sequence[Tensor | None],  # of a backward pass of the user's: of this micro-batch
+    pending: Sequence[Tensor | None],  # gradients of a pass of the user's, for this micro-batch
     sending: Sending | None = None,
 ) -> Window:
-    """Return the window with what a backward pass makes of a loss, times the ratio. Autograd adds
-    to the sums themselves, which lie in `.grad` meanwhile; what it cannot is collected."""
+    """Return the window with the gradients of a loss added, times the ratio. Autograd adds them to
+    the sums, which are in `.grad` meanwhile, or `Collecting` does if autograd cannot."""
     parameters, base_scale = window.parameters, window.ledger.base_scale
     if pending:
         factor = ratio * divide(base_scale, current_scale(op, engine.settings.scaler))
@@ -343,8 +343,8 @@ def _apart(
     parameters: list[Tensor],
     pending: Sequence[Tensor | None],
 ) -> None:
-    """Run a pass whose gradients are looked at before they are added with their weight: in `.grad`
-    alone, or, inside a micro-batch, in sums of its own."""
+    """Run a pass whose gradients are not added to the sums by autograd, but checked first, or
+    multiplied by their weight. Inside a micro-batch they are summed in its `part`."""
     carried, micro_batch, base = _ONE, engine.state.micro_batch, engine.reducer.base_weight
     if base is not None:
         _, carried = engine.state.window.ledger.with_micro_batch(call.weight, scale, base)

@@ -29,7 +29,7 @@ _TENSORS = ("norm", "found_inf", "survivors")  # or None
 
 
 def pack(window: Window) -> dict[str, Any]:
-    """Copies of everything that a window out of `.grad` holds, sums by parameter index."""
+    """Return copies of everything in a window that is not in `.grad`, sums by parameter index."""
     numbers: dict[str, Any] = {k: getattr(window.ledger, name) for k, name in _NUMBERS.items()}
     numbers["norm"] = window.norm
     for name, nothing, dtype in (
@@ -48,7 +48,7 @@ def pack(window: Window) -> dict[str, Any]:
 
 
 def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
-    """The window that `pack` saw, on the devices of the parameters."""
+    """Return the checked window that `pack` copied, on the devices of the parameters."""
     if not isinstance(packed, dict):
         fail_type(op, "state_dict", "be a dict", type_name(packed))
     if set(packed) != _KEYS:
@@ -71,7 +71,7 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
 
 
 def _unpacked_sums(op: str, sums: Any, parameters: Sequence[Tensor]) -> list[Tensor | None]:
-    """One for each parameter or None, checked against it."""
+    """Return the saved sum of each parameter, checked against it, or None."""
     if not isinstance(sums, dict):
         fail_type(op, "state_dict['main_grads']", "be a dict", type_name(sums))
     loaded: list[Tensor | None] = [None] * len(parameters)
@@ -90,7 +90,7 @@ def _unpacked_sums(op: str, sums: Any, parameters: Sequence[Tensor]) -> list[Ten
 
 
 def _unpacked(op: str, name: str, value: Any, device: torch.device) -> Any:
-    """A number as a window holds it: on the device, or read where that is the host."""
+    """Return a checked number as a window holds it: a float, or a tensor on the device."""
     entry, contract = f"state_dict[{name!r}]", "be a number, a 0-dim tensor or None"
     if value is None and name not in _NEVER_NONE:
         return None

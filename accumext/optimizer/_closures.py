@@ -1,4 +1,4 @@
-"""Closures: those that the wrapped optimizer evaluates, and the errors of those that it misses."""
+"""Closures that the wrapped optimizer evaluates, and errors for wrong closures."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from accumext.tensors.torch_private import takes_scale
 
 
 def refuse_closure(op: str, closure: object) -> NoReturn:
-    """TypeError for what cannot be called."""
+    """Raise TypeError for a closure that cannot be called."""
     advice = "For a loss: opt.backward(loss), then opt.step()"
     checks.fail_type(op, "closure", "be a function or None", checks.type_name(closure), advice)
 
 
 def refuse_without_closure(op: str, engine: Engine) -> None:
-    """Raise for gradients from outside, if those of the optimizer come in a closure."""
+    """Raise for gradients computed outside a closure, if the optimizer needs a closure."""
     if engine.settings.needs_closure:
         kind = type(engine.optimizer).__name__
         advice = "Call loss.backward() in the closure, and opt.step(closure)"
@@ -42,7 +42,7 @@ def refuse_without_closure(op: str, engine: Engine) -> None:
 def may_hand_through(engine: Engine, proxy: Optimizer) -> bool:
     """Tell whether the wrapped optimizer may call the closure itself, whenever it likes.
 
-    It may if nothing is left to do with the gradient but to look whether it is finite.
+    It may if the wrapper only checks that the gradient is finite, and changes nothing.
     """
     settings = engine.settings
     return (
@@ -56,7 +56,7 @@ def may_hand_through(engine: Engine, proxy: Optimizer) -> bool:
 
 
 class _AbortStep(Exception):
-    """Out of the wrapped step, before it has moved anything, and on with something else."""
+    """Leaves the wrapped step before it has changed any parameter; `go_on` is called instead."""
 
     def __init__(self, value: Any, go_on: Callable[[], Any]) -> None:
         super().__init__()
@@ -68,11 +68,11 @@ def step_with_closure(
     op: str,
     closure: Callable[[], Any] | None,
     kwargs: dict[str, Any],
-    step_without: Callable[[], Any],  # on the window, if the closure has accumulated itself
+    step_without: Callable[[], Any],  # steps on the window, if the closure has filled it
 ) -> Any:
-    """Hand the closure through; the report tells of its first evaluation.
+    """Let the wrapped optimizer call the closure; the report is of the first evaluation.
 
-    If that gives an inf or NaN, and no parameter has changed yet, there is no step.
+    If that gives an inf or NaN, and no parameter has changed yet, no step is taken.
     """
     if closure is None:
         checks.fail_type(op, "closure", "be callable for this optimizer", "None")
@@ -102,7 +102,7 @@ def step_with_closure(
 
 
 class _Evaluation:
-    """A closure, evaluated by the wrapped optimizer."""
+    """The closure of one step, which the wrapped optimizer evaluates."""
 
     def __init__(
         self, engine: Engine, op: str, closure: Callable[[], Any], step_without: Callable[[], Any]
@@ -114,11 +114,11 @@ class _Evaluation:
         self.watch = StepWatch(engine.tensors.stepped_on(), engine.tensors.rounding(every=True))
 
     def run(self) -> Any:
-        """Evaluate the closure for the wrapped optimizer, which calls this in its stead."""
+        """Evaluate the closure; the wrapped optimizer is given this method in place of it."""
         target, watch = self._engine.tensors, self.watch
         if target.is_parameters:
             return self._look_at()
-        if self._seen or watch.has_moved():  # not all writes of an optimizer can be seen
+        if self._seen or watch.has_moved():  # `has_moved` may miss writes after an evaluation
             watch.write()
             watch.rounding = target.rounding(every=True)
         value = self._look_at()
@@ -137,7 +137,7 @@ class _Evaluation:
                 raise _AbortStep(value, self._step_without)
         elif state.micro_batches:
             raise _AbortStep(value, self._step_without)
-        else:  # as a step without a closure: what is used up is left out
+        else:  # leave out gradients that a step has used up, as a step without a closure does
             set_grads(parameters, fresh(parameters, state.consumed))
         grads = grads_of(parameters)
         there = [i for i, grad in enumerate(grads) if grad is not None]
@@ -154,7 +154,7 @@ class _Evaluation:
         return value
 
     def conclude(self, culprits: list[int] | None = None) -> None:
-        """Close the window of which the closure has formed the gradient."""
+        """Close the window whose gradient the closure has computed."""
         engine, parameters, window = self._engine, self._parameters, self._engine.state.window
         engine.tensors.clear_master_grads()
         if self.watch.has_moved():

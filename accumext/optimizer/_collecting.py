@@ -1,5 +1,5 @@
-"""Gradients that are taken in while a backward pass runs: of half precision, for the memory, and of
-a window that is sent."""
+"""Gradients that are added while a backward pass runs: those of half precision, to free their
+memory, and those of a window that is being sent."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from accumext.tensors.scalars import Scalar
 from accumext.tensors.torch_private import record_function
 
 # Bytes of gradients that one call adds. A GPU moves them, and the sums, in about the time that a
-# call takes to launch, so more in a call saves little, and less would cost calls.
+# launch takes. Larger bundles would save little, smaller ones would cost more launches.
 BUNDLE_BYTES = 4 * 2**20
 
 Lookup: TypeAlias = Callable[[Tensor], Tensor | None]  # the sum that an operator may add to
 
 
 class Collecting:
-    """Takes in what one backward pass makes: after it, or bundle by bundle while it runs.
+    """Adds the gradients of one backward pass: after it, or bundle by bundle while it runs.
 
-    For sums that autograd cannot add to itself, and for those that are sent while it runs.
+    For sums that autograd cannot add to, and for a window that is sent during the pass.
     """
 
     def __init__(self, engine: Engine, op: str, window: Window, sending: Sending | None) -> None:
@@ -43,7 +43,7 @@ class Collecting:
         self._arriving: Callable[[], list[Tensor | None]] | None = None
 
     def run(self, run: Callable[[Scalar, Lookup], None], factor: Scalar) -> Window:
-        """The window with what a backward pass makes of a loss times a factor."""
+        """Return the window with the gradients of a loss times a factor added."""
         pairs = list(zip(self._parameters, self._window.sums, strict=True))
         lent = [m if m is not None and m.dtype == p.dtype else None for p, m in pairs]
         set_grads(self._parameters, lent)
@@ -61,7 +61,7 @@ class Collecting:
         return self._window
 
     def _watched(self) -> list[int]:
-        """Parameters whose gradients are taken while the pass runs."""
+        """Return the indices of parameters whose gradients are added while the pass runs."""
         engine, parameters = self._engine, self._parameters
         if self._sending is not None:
             return list(range(len(parameters)))
@@ -70,7 +70,7 @@ class Collecting:
         return [i for i, far in enumerate(engine.tensors.goes_to_host()) if far]
 
     def _main_grad(self, parameter: Tensor) -> Tensor | None:
-        """The sum of a parameter for an operator to add to; None where it cannot."""
+        """Return the sum of a parameter for an operator to add to; None if it cannot."""
         index = next((i for i, p in enumerate(self._parameters) if p is parameter), None)
         if index is None:
             return None
@@ -106,7 +106,7 @@ class Collecting:
             self._arriving = None
 
     def _add(self, grads: list[Tensor | None]) -> None:
-        """Take the sums to which autograd has added, and add gradients of half precision."""
+        """Adopt the sums that autograd has added to, and add gradients of half precision."""
         window, parameters = self._window, self._parameters
         if window.autograd_adds:
             self._window = adopt(window, grads)
@@ -123,8 +123,8 @@ class Collecting:
 class GradCollector:
     """Hands over every gradient of a backward pass once it is complete, in bundles.
 
-    The hooks are there for the length of the pass alone. So a backward pass of the user's own finds
-    none, parameters may come and thaw at any time, and copies and pickles have nothing to carry.
+    The hooks exist only during the pass. So they do not run in backward passes of the user's own,
+    parameters may be added or unfrozen at any time, and copies and pickles contain no hooks.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class GradCollector:
 
     @contextmanager
     def watching(self, indices: Iterable[int]) -> Iterator[None]:
-        """A context for the backward pass. Gradients of the last bundles are left in `.grad`."""
+        """Hook parameters during the backward pass. The last bundles are left in `.grad`."""
         handles = []
         try:
             for i in indices:
@@ -160,13 +160,13 @@ class GradCollector:
 
         def hook(parameter: Tensor) -> None:
             collector = collector_of()
-            if collector is not None and parameter.grad is not None:  # no hook was faster
+            if collector is not None and parameter.grad is not None:  # no other hook removed it
                 collector._collect(index, parameter.grad)
 
         return hook
 
     def _collect(self, index: int, grad: Tensor) -> None:
-        """A gradient is complete."""
+        """Note a complete gradient, and take its bundle if that is full."""
         device = grad.device
         self._waiting[device].append(index)
         self._bytes[device] += grad.numel() * grad.element_size()

@@ -30,17 +30,17 @@ from accumext.tensors.scalars import Scalar
 
 ALIVE: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id
 
-# Those whose `backward` has left gradients in `.grad`, where others that hold the parameters look.
+# Engines whose `backward` has left gradients in `.grad`, which others of these parameters must see.
 LEAVING: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
 
 def engines_alive(among: WeakValueDictionary[int, Engine] = ALIVE) -> list[Engine]:
-    """Return those of all optimizers, also while other threads make some."""
+    """Return the engines of all optimizers, also while other threads create some."""
     return [engine for reference in among.valuerefs() if (engine := reference()) is not None]
 
 
 def others_of(engine: Engine) -> list[Engine]:
-    """Return those of other optimizers that have taken gradients of the same parameters."""
+    """Return the engines of other optimizers that have accumulated gradients of its parameters."""
     mine = set(map(id, engine.tensors.parameters()))
     return [
         other
@@ -57,8 +57,8 @@ def _warn_at_exit() -> None:
         engine.warn_of_loss()
 
 
-# What cannot be called in a phase, and the rest of the error's sentence: what is called must be
-# what, got what, and what to do.
+# The methods that cannot be called in a phase, and the error: the contract of the call, what it
+# got, and the advice.
 _ALONE = ("come after step or discard", "one for a window that is summed over processes already")
 _SENT = (
     {"backward", "accumulate", "micro_batch", "take", "accumulation_state_dict", "__getstate__"},
@@ -75,38 +75,38 @@ _REFUSED: dict[Phase, tuple[set[str], tuple[str, ...]]] = {
 
 
 class Reducer(ABC):
-    """Makes the window of this process that of all. What one kind alone needs does nothing here."""
+    """Sums the window over processes. Methods that only one subclass needs do nothing here."""
 
-    group: Group | None = None  # over which sums are added
-    base_weight: Scalar | None = None  # all processes': losses are multiplied by weights over it
-    checked: tuple[Settings, Tensor] | None = None  # settings that all have, as numbers, too
+    group: Group | None = None  # processes that the window is summed over
+    base_weight: Scalar | None = None  # of shards: losses are multiplied by weight / base_weight
+    checked: tuple[Settings, Tensor] | None = None  # settings found equal everywhere; as numbers
 
     @property
     @abstractmethod
     def shared(self) -> bool:
-        """Tell whether other processes have a part in windows."""
+        """Tell whether other processes share the window."""
 
     @abstractmethod
     def close(self, op: str, engine: Engine, flushing: bool) -> bool:
-        """Make the open window that of all processes; False if there is nothing in it."""
+        """Sum the open window over the processes; return False if no process has anything in it."""
 
     def begin(self, op: str, engine: Engine) -> None:
-        """Get ready for gradients; raise for those that are not what a window is summed of."""
+        """Prepare for a micro-batch; raise if its gradients cannot be added to the window."""
 
     def agreed(self, agreed: Any) -> None:
-        """Take note of the numbers of all processes."""
+        """Record the numbers of all processes."""
 
     def closed(self) -> None:
-        """Take note that all processes have closed a window."""
+        """Record that all processes have closed a window."""
 
     def collect(self, op: str, engine: Engine) -> None:
-        """Add to the window what is held elsewhere."""
+        """Add to the window the gradients that FSDP holds."""
 
     def drop(self) -> None:
-        """Forget what is held elsewhere. May be called again after an exception."""
+        """Drop the gradients that FSDP holds. May be called again after an exception."""
 
     def refuse_while_held(self, op: str) -> None:
-        """Raise for what needs the gradients of the window while they are held elsewhere."""
+        """Raise for an operation that needs the window's gradients while FSDP holds them."""
 
     def holding(
         self, op: str, engine: Engine, model: nn.Module | None
@@ -115,20 +115,20 @@ class Reducer(ABC):
         return nullcontext()
 
     def share(self, group: Group | None) -> None:
-        """Sum windows over this group from here on; None: over the one so far."""
+        """Sum windows over this group from here on; None keeps the present group."""
         if group is not None:
             self.group = None if group.size() == 1 else group
 
     def copy(self) -> Reducer:
-        """Return one for a copy, which has the group of its settings alone."""
+        """Return a reducer for a copied optimizer, which has only the group of its settings."""
         new = copy(self)
         new.group = new.checked = None
         return new
 
 
 class Engine:
-    """What an AccumulatingOptimizer is made of. Never replaced: trainers copy the attributes of an
-    optimizer."""
+    """The parts of an AccumulatingOptimizer. One object, never replaced, because trainers copy the
+    attributes of an optimizer."""
 
     def __init__(
         self,
@@ -144,10 +144,10 @@ class Engine:
         self.settings = settings
         self.reducer = reducer
         reducer.share(settings.process_group)
-        self.warned = set[str]()  # of what: each once
+        self.warned = set[str]()  # topics of warnings that were given
         self.watch = watch  # the Watch of the first windows, then None
         self.main_grads = MainGrads(self, target.parameters())
-        self.thread = get_ident()  # that made it, or used it last
+        self.thread = get_ident()  # the thread that created it, or used it last
         self.leaves = False  # whether it is one of LEAVING
         ALIVE[id(self)] = self
 
@@ -175,7 +175,7 @@ class Engine:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        if self.settings.process_group is not None:  # that of the process that unpickles
+        if self.settings.process_group is not None:  # the default group of this process
             self.settings = self.settings._replace(process_group=dist.group.WORLD)
         self.reducer.share(self.settings.process_group)
         self.main_grads = MainGrads(self, self.tensors.parameters())
@@ -196,8 +196,8 @@ class Engine:
         self.state = self.state._replace(**changes)
 
     def commit(self, state: State, emptied: Sequence[Tensor] = (), drops: bool = False) -> None:
-        """Replace the state, empty `.grad` of these parameters, and with `drops` what the reducer
-        holds; after an exception all of that or nothing."""
+        """Replace the state, empty `.grad` of these parameters, and with `drops` drop what the
+        reducer holds. After an exception all of that is done, or nothing."""
 
         def rest() -> None:
             clear_grads(emptied)
@@ -213,7 +213,7 @@ class Engine:
             raise
 
     def drop(self, successor: Window = NO_WINDOW) -> None:
-        """Start another window. A sum that is on its way ends first, as other ranks expect."""
+        """Start another window. A sum over processes that has begun is finished: others wait."""
         state = self.state
         after = state._replace(
             window=successor, micro_batch=None, sending=None, accumulated=False, other_pass=None
@@ -223,7 +223,7 @@ class Engine:
             state.sending.buckets.abandon()
 
     def refuse(self, op: str, method: str | None = None) -> None:
-        """Raise for a method that cannot be called in the phase of the window."""
+        """Raise if a method cannot be called in the phase of the window."""
         method = method or op.rpartition(".")[2]
         for phase in self.state.phases():
             methods, sentence = _REFUSED.get(phase, ((), ()))
@@ -231,26 +231,26 @@ class Engine:
                 raise RuntimeError(message(op, "the call", *sentence))
 
     def window_out_of_grad(self) -> Window:
-        """Return the open window as it is without `.grad`."""
+        """Return the open window with sums of its own, also if they are in `.grad`."""
         window, parameters = self.state.window, self.tensors.parameters()
         out = window.out_of_grad(parameters)
         if not (self.state.in_grad and self.settings.policy.leaves_out):
             return out
         ledger = window.ledger
-        if nonfinite(present(out.sums)):  # it is looked at here
+        if nonfinite(present(out.sums)):  # the micro-batch is not finite, so it counts nowhere
             left = Ledger(ledger.micro_batches, 0.0, loss_scale=ledger.loss_scale, found_inf=1.0)
             return Window(ledger=left, unreduced=window.unreduced)
         return out._replace(ledger=ledger._replace(counted=1.0))
 
     def forget_evidence(self) -> None:
-        """Gradients change: the last report cannot look into them any more."""
+        """Note that gradients change: the last report must not look for inf or NaN in them."""
         if self.state.last is not None:
             self.state.last.evidence = None
 
-    # What it is made of
+    # Parameters and sums
 
     def names(self) -> dict[Tensor, Name]:
-        """Names of parameters and masters, if the optimizer was given any, else indices."""
+        """Return names of parameters and masters, or indices if the optimizer has no names."""
         names: list[Name] = []
         for group in self.optimizer.param_groups:
             indices = range(len(names), len(names) + len(group["params"]))
@@ -272,13 +272,13 @@ class Engine:
         return self.tensors.is_parameters and self.keeps_at_once
 
     def expects_sum(self, parameter: Tensor) -> bool:
-        """Tell whether the next backward pass adds to a sum of this parameter that is there."""
+        """Tell whether the next backward pass adds to an existing sum of this parameter."""
         settings = self.settings
         if self.settings.policy.apart or settings.needs_closure:
             return False
         if settings.accumulate_in_backward and parameter.dtype in HALF_DTYPES:
-            return True  # it is made in float32
-        if not self.state.through_backward:  # nor will the next: it would be formed for nothing
+            return True  # the float32 sum is created when it is asked for
+        if not self.state.through_backward:  # nor will the next micro-batch come through it
             return False
         parameters = self.tensors.parameters()
         index = next((i for i, p in enumerate(parameters) if p is parameter), None)
@@ -289,7 +289,7 @@ class Engine:
     # Warnings
 
     def nothing_to_clip(self) -> None:
-        """Warn: `clip_grad_norm_` has found no gradient."""
+        """Warn that `clip_grad_norm_` has found no gradient."""
         if self.state.micro_batches:
             self.warn_once(
                 "clip",
@@ -298,7 +298,7 @@ class Engine:
             )
 
     def warn_of_loss(self) -> None:
-        """Warn at the end of the optimizer or the program of gradients that no step has used."""
+        """Warn, at the end of the optimizer or the program, of gradients that no step has used."""
         state = self.state
         holds = state.in_grad or not all(map(is_none, state.window.sums))
         if holds and state.micro_batches > state.saved and not hasattr(sys, "last_type"):
@@ -310,7 +310,7 @@ class Engine:
             warnings.warn(text, stacklevel=2)
 
     def warn_once(self, topic: str, text: str) -> None:
-        """Warn, the first time, of the user's line."""
+        """Warn, with the user's line, unless this topic was warned of before."""
         if topic not in self.warned:
             self.warned.add(topic)
             warnings.warn(f"{OP}: {text}", stacklevel=users_level())
@@ -320,10 +320,10 @@ _DROPPED = "the open window was dropped"
 
 
 def explain(error: BaseException, note: str) -> None:
-    """Say on an exception's way out, once, what has become of the window."""
+    """Add a note to an exception that says what has become of the window, unless it has one."""
     if any(_DROPPED in said for said in getattr(error, "__notes__", ())):
         return
     if hasattr(error, "add_note"):
         error.add_note(note)
-    elif isinstance(error, Exception):  # Python 3.10; Ctrl-C stays what it is
+    elif isinstance(error, Exception):  # Python 3.10 has no notes; Ctrl-C is raised unchanged
         raise RuntimeError(note) from error

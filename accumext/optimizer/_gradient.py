@@ -1,4 +1,4 @@
-"""The gradient of a window, made of its sums: measured in one read, and multiplied in place."""
+"""The gradient of a window, formed of its sums: measured in one read, and multiplied in place."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ _WIDE = {torch.float64, torch.complex128}
 
 
 class InPlace:
-    """Multiplications of gradients in place, of which an exception can be told."""
+    """Multiplications of gradients in place, which can be undone after an exception."""
 
     def __init__(self) -> None:
-        self.done: list[Any] = []  # something as soon as they are multiplied
+        self.done: list[Any] = []  # not empty as soon as they are multiplied
         self._tensors: Sequence[Tensor] = ()
         self._factor: Scalar = 1.0
 
     def multiply(self, tensors: Sequence[Tensor], factor: Scalar, one_call: bool) -> None:
-        """Multiply, and note it in the same moment."""
+        """Multiply, and note it so that no signal can come in between."""
         self._tensors, self._factor = tensors, factor
         if one_call and not isinstance(factor, Tensor):
             torch.autograd.graph.increment_version(tensors)
@@ -51,7 +51,8 @@ class InPlace:
     def multiply_and_measure(
         self, tensors: Sequence[Tensor], factor: Scalar, number: Scalar, found_inf: Tensor
     ) -> Tensor:
-        """Multiply by a number, that of the factor as their device takes it. Returns the norm."""
+        """Multiply by `number`, which is `factor` as the device of the tensors takes it. Return the
+        norm of the products."""
         self._tensors, self._factor = tensors, factor
         ops.accumulate_recorded(
             self.done, tensors, tensors, inv_scale=number, found_inf=found_inf, overwrite=True
@@ -60,25 +61,25 @@ class InPlace:
         return norm
 
     def undo(self) -> None:
-        """Leave the same gradient, up to a rounding."""
+        """Divide by the factor again, which restores the gradient up to a rounding."""
         if self.done:
             multiply([], self._tensors, divide(1.0, self._factor))
 
 
 class Sums(NamedTuple):
-    """The sums of a window as operands."""
+    """The sums of a window as operands of operators."""
 
     grads: Sequence[Tensor | None]  # by parameter
-    tensors: Sequence[Tensor]  # those that are there
-    in_grad: bool  # they are the user's
-    one_call: bool
+    tensors: Sequence[Tensor]  # those that are not None
+    in_grad: bool  # they are the user's tensors in `.grad`
+    one_call: bool  # one operator call can take all of them
     device: torch.device
     dtype: torch.dtype  # of their norm
 
     @classmethod
     def in_window(cls, window: Window, in_grads: Sequence[Tensor | None]) -> Sums:
-        """Find what a window holds that is in the order of the parameters, of which `.grad` holds
-        these."""
+        """Return the sums of a window that is in the order of the parameters. `in_grads` are the
+        gradients in `.grad`, used if those are the sums."""
         in_grad = window.phase is Phase.IN_GRAD
         grads = in_grads if in_grad else window.sums
         tensors: Any = present(grads) if any(map(is_none, grads)) else grads
@@ -86,19 +87,19 @@ class Sums(NamedTuple):
         wide = not _WIDE.isdisjoint(map(dtype_of, tensors))
         dtype = torch.float64 if wide else torch.float32
         one_call = fit_one_call(tensors)
-        if not one_call:  # norms need what lies in several places to be summed
+        if not one_call:  # norms of sparse gradients need entries of one index to be summed
             grads = [None if g is None else coalesced(g) for g in grads]
             tensors = present(grads)
         return cls(grads, tensors, in_grad, one_call, device, dtype)
 
     def norm(self, norm_type: float, inv_scale: Scalar, found_inf: Tensor) -> Tensor:
-        """Return the norm of what they are times a factor."""
+        """Return the norm of the sums times a factor."""
         norm_of = ops.total_norm if self.one_call else global_norm
         return norm_of(self.tensors, norm_type=norm_type, inv_scale=inv_scale, found_inf=found_inf)
 
     def casts(self, stepped_on: Sequence[Tensor]) -> list[int]:
-        """Return the indices of those of another dtype than what is stepped on: float32 for a
-        half."""
+        """Return the indices of sums whose dtype is not that of the tensor that is stepped on, such
+        as float32 sums of a bfloat16 parameter."""
         grads = self.grads
         if self.tensors is grads and all(map(is_, map(dtype_of, grads), map(dtype_of, stepped_on))):
             return []
@@ -106,8 +107,8 @@ class Sums(NamedTuple):
         return [i for i, (grad, p) in pairs if grad is not None and grad.dtype != p.dtype]
 
     def may_write(self) -> bool:
-        """Tell whether they may be multiplied in place. The sums are the window's own; a tensor in
-        `.grad` may share memory, be of inference mode, or be computed as it is read."""
+        """Tell whether the sums may be multiplied in place. Sums of the window's own may. A tensor
+        in `.grad` may share memory, be an inference tensor, or a lazy conjugate or negation."""
         if not self.in_grad:
             return True
         parts = local_tensors(self.tensors)
@@ -126,9 +127,9 @@ def measure(
     fused: bool,  # whether the optimizer divides, and may be told by a device not to step
     divides: bool,  # whether it may divide gradients of any kind
 ) -> tuple[StepFactors, torch.dtype]:
-    """Find norm, check, clip coefficient and factor, in at most one read of the gradients; multiply
-    in the same pass by what is known before the norm, if that is all. Returns also the dtype of the
-    norm."""
+    """Find the norm, the clip coefficient, the factor and whether to skip, in at most one read of
+    the gradients. Without clipping, the factor does not depend on the norm, and the same pass
+    multiplies by it. Returns also the dtype of the norm."""
     quotient, norm_type = window.ledger.quotient(settings.reduction), settings.norm_type
     norm, overflow, normalised = None, None, False
     plain = norm_type == 2.0 and sums.one_call and bool(sums.tensors)
@@ -155,7 +156,7 @@ def measure(
             norm=norm,
             overflow=overflow,
             normalised=normalised,
-            checks_norm=checks_norm,  # one that overflowed makes all zero
+            checks_norm=checks_norm,  # a norm that overflowed would make all gradients zero
         )
         if factors.inverse is not None and not fused:
             factors = factors._replace(skip=to_host(factors.skip))
@@ -164,7 +165,7 @@ def measure(
             return factors, dtype
         if math.isfinite(found) or not retries or (overflow is not None and overflow):
             return factors, dtype
-        # Powers may have overflowed where those of a multiple of the gradient do not.
+        # Powers of the elements may have overflowed: try again with a multiple of the gradient.
         retries -= 1
         if retries:
             norm, overflow = _normalised(sums, quotient, norm_type)
@@ -175,14 +176,14 @@ def measure(
 
 
 def to_host(flag: Scalar) -> Scalar:
-    """Wait for a flag, but of tensors without values."""
+    """Read a flag, which waits for its device. Meta tensors have no value: they give 0."""
     if on_device(flag):
         return 0.0 if flag.is_meta else float(bool(flag))
     return flag
 
 
 def _multiplies(quotient: Quotient) -> bool:
-    """Tell whether there is anything to multiply by before the norm is known."""
+    """Tell whether the quotient is a factor other than 1, or may be one on a device."""
     if quotient.on_device:
         return True
     factor = quotient.value()
@@ -192,10 +193,10 @@ def _multiplies(quotient: Quotient) -> bool:
 def _normalised(
     sums: Sums, quotient: Quotient, norm_type: float, in_place: InPlace | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the norm of the normalised gradient, and whether it is not finite. The same pass
-    multiplies it `in_place`."""
+    """Return the norm of the normalised gradient, and a flag that is not 0 if an element is not
+    finite. With `in_place` the same pass multiplies the sums."""
     factor, flag = quotient.value(), zero_flag(sums.device)
-    finite = on_device(factor) or math.isfinite(factor)  # else all is skipped anyway
+    finite = on_device(factor) or math.isfinite(factor)  # else the step is skipped anyway
     number = to_device(sums.device, factor if finite else 1.0)
     if in_place is not None:
         return in_place.multiply_and_measure(sums.tensors, factor, number, flag), flag
@@ -203,8 +204,9 @@ def _normalised(
 
 
 def _rescaled(sums: Sums, factor: Scalar, norm_type: float) -> tuple[Tensor, Tensor]:
-    """Return the same in float64 if powers of the elements have overflowed: of the gradient over
-    its largest element, times that. It reads twice, and the device."""
+    """Return the same in float64, after powers of the elements have overflowed: the norm of the
+    gradient divided by its largest element, times that. It reads twice, and waits for the device.
+    """
     factor, flag = to_device(sums.device, factor), zero_flag(sums.device)
     largest = float(sums.norm(math.inf, factor, flag))
     least = torch.finfo(sums.dtype).tiny  # a subnormal number would lose digits
@@ -221,12 +223,12 @@ def form(
     stepped_on: Sequence[Tensor],
     fused: bool,
 ) -> tuple[Sequence[Tensor | None], Scalar, Sequence[Tensor]]:
-    """Multiply the sums: in place, in new memory if they are cast or may not be written, or by
-    leaving it to the optimizer.
+    """Multiply the sums by the factor: in place, or in new memory if they are cast or may not be
+    written, or not at all if the optimizer divides by the inverse.
 
     Returns:
-        The gradient as the optimizer is to see it, the divisor that is left to it, and the norms of
-        gradients that were rounded to half precision.
+        The gradient as the optimizer is to see it, the divisor that the optimizer is to use, and
+        the norms of gradients that were rounded to half precision.
     """
     factor, casts = factors.factor, sums.casts(stepped_on)
     one = factors.inverse is None and factor == 1.0

@@ -1,7 +1,7 @@
-"""The gradients in `.grad` of an optimizer's parameters, and those of them that a step has used.
+"""The gradients in `.grad` of an optimizer's parameters, and which of them a step has used.
 
-Nothing is marked: a gradient that a user writes through `.data`, assigns a second time, shares with
-another parameter or fills by replaying a captured graph is a gradient like any other.
+Gradient tensors are not marked, so users may write them through `.data`, assign one twice, share
+one among parameters, or fill one by replaying a captured graph.
 """
 
 from __future__ import annotations
@@ -24,55 +24,55 @@ is_none = partial(is_, None)
 
 
 def grads_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
-    """Return the present `.grad` of each."""
+    """Return `.grad` of each parameter."""
     return list(map(grad_of, parameters))
 
 
 def present(grads: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that are there."""
+    """Return the gradients that are not None."""
     return [grad for grad in grads if grad is not None]
 
 
 def set_grads(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    """Set `.grad` of each."""
+    """Set `.grad` of each parameter."""
     for parameter, grad in zip(parameters, grads):
         parameter.grad = grad
 
 
 def clear_grads(parameters: Iterable[Tensor]) -> None:
-    """Empty `.grad`."""
+    """Set `.grad` of each parameter to None."""
     for parameter in parameters:
         parameter.grad = None
 
 
 def clear_these(parameters: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    """Empty `.grad` of the parameters that had one of these gradients."""
+    """Set `.grad` to None for parameters whose entry in `grads` is not None."""
     for parameter, grad in zip(parameters, grads):
         if grad is not None:
             parameter.grad = None
 
 
 class ConsumedGrads(NamedTuple):
-    """The gradients that the last step found, or `zero_grad` left, in `.grad`, as they were then.
+    """The gradients that were in `.grad` at the last step or `zero_grad`, as they were then.
 
-    Those that the wrapper's own `backward` made (`ours`) are used up: the next `backward` clears
-    them, and `step` passes them over. Any other gradient is used by every `step` that finds it, as
-    by a bare optimizer; only `flush`, which a bare one does not have, asks whether it is new.
+    Those that the wrapper's own `backward` computed (`ours`) are used up: the next `backward`
+    clears them, and `step` ignores them. Any other gradient is used by every `step`, as by a bare
+    optimizer; only `flush`, which a bare one does not have, asks whether it is new.
     """
 
     seen: Sequence[ReferenceType[Tensor] | None] = ()  # weakly: the memory is the user's to free
     versions: Sequence[int | None] = ()  # a gradient that was written since counts as new
     ours: Sequence[bool] = ()  # empty: all False
-    # Those of ours that may lie in buckets of DistributedDataParallel. Its forward pass may copy
-    # them into other buckets, to which it sets `.grad`: only the values tell them then.
+    # Gradients of `ours` that may be views of buckets of DistributedDataParallel. Its forward pass
+    # may copy them into other buckets and set `.grad` to those: then only values identify them.
     in_buckets: Sequence[Tensor | None] = ()
 
     def after(
         self,
         grads: Sequence[Tensor | None],  # in `.grad` now
-        ours: Sequence[bool] = (),  # where the step was given what the wrapper's backward had made
+        ours: Sequence[bool] = (),  # whether the wrapper's backward computed the step's gradient
     ) -> ConsumedGrads:
-        """Record the present gradients as used. None was used up before: steps clear those."""
+        """Return a record of these gradients as used. Earlier used-up ones were cleared before."""
         weakly = [None if grad is None else ref(grad) for grad in grads]
         known = [grad if mine else None for grad, mine in zip(grads, ours)]
         buckets = (
@@ -83,8 +83,8 @@ class ConsumedGrads(NamedTuple):
     def after_writes(
         self, grads: Sequence[Tensor | None], between: Sequence[int | None]
     ) -> ConsumedGrads:
-        """The same where these were written twice since, alike, and hold what they did: their
-        versions between the writes tell how many one counts."""
+        """Return the record after two writes that restored the gradients' values, so that these
+        still count as used. `between` are their versions between the two writes."""
         rows = zip(self.versions, between, versions(grads), strict=False)
         known = [
             now if now is not None and mid is not None and old == 2 * mid - now else old
@@ -93,7 +93,7 @@ class ConsumedGrads(NamedTuple):
         return self._replace(versions=known)
 
     def unchanged(self, grads: Sequence[Tensor | None]) -> list[bool]:
-        """Tell which of these were there, and were not seen to be written since."""
+        """Tell which of these gradients are in the record, and were not written since."""
         if not self.seen:
             return [False] * len(grads)
         rows = zip(self.seen, self.versions, grads, versions(grads))
@@ -106,7 +106,7 @@ class ConsumedGrads(NamedTuple):
         return flags + [False] * (len(grads) - len(flags))
 
     def used_up(self, grads: Sequence[Tensor | None]) -> list[bool]:
-        """Tell which of these no step takes again."""
+        """Tell which of these gradients no step uses again."""
         if not any(self.ours):
             return [False] * len(grads)
         ours = [*self.ours, *[False] * (len(grads) - len(self.ours))]
@@ -117,7 +117,7 @@ class ConsumedGrads(NamedTuple):
 
 
 def _unchanged_or_moved(unchanged: bool, known: Tensor | None, grad: Tensor | None) -> bool:
-    """Tell whether a gradient is what it was, if need be in other memory."""
+    """Tell whether a gradient is unchanged, or has its old values in other memory."""
     if unchanged or known is None or grad is None or known is grad:
         return unchanged
     if (known.shape, known.dtype, known.device) != (grad.shape, grad.dtype, grad.device):
@@ -126,13 +126,13 @@ def _unchanged_or_moved(unchanged: bool, known: Tensor | None, grad: Tensor | No
         return torch.allclose(known, grad, 0.0, 0.0, equal_nan=True)
 
 
-# Of optimizers that have ended: what they had used up and left in `.grad` of a parameter, by the id
-# of that, while it exists.
+# Gradients that deleted optimizers had used up and left in `.grad`: by the id of a parameter, while
+# it exists, the parameter, the gradient and its version.
 GONE = dict[int, tuple[ReferenceType[Tensor], ReferenceType[Tensor], int | None]]()
 
 
 def note_gone(used: ConsumedGrads, parameters: Sequence[Tensor]) -> None:
-    """Remember what an optimizer of these parameters leaves that ends."""
+    """Record in GONE the used-up gradients of an optimizer that is being deleted."""
     for parameter, seen, version, mine in zip(parameters, used.seen, used.versions, used.ours):
         if mine and seen is not None and seen() is not None:
             key = id(parameter)
@@ -148,8 +148,8 @@ def used_up_by(
     parameters: Sequence[Tensor],
     grads: Sequence[Tensor | None],  # of these
 ) -> list[bool]:
-    """Tell which of these the wrapper's own `backward` made, and a step of any, or of one that has
-    ended, has used."""
+    """Tell which of these gradients one of several wrappers, or a deleted one, has used up: its own
+    `backward` computed them, and its step used them."""
     known = {(key, id(seen())): version for key, (_, seen, version) in GONE.items()}
     for used, held in several:
         for p, seen, version, mine in zip(held, used.seen, used.versions, used.ours):
@@ -162,10 +162,10 @@ def used_up_by(
 def fresh(
     parameters: Sequence[Tensor], used: ConsumedGrads, *, new: bool = False
 ) -> list[Tensor | None]:
-    """The gradients in `.grad` that no step has used up.
+    """Return the gradients in `.grad` that no step has used up, and None in place of the others.
 
     Args:
-        new: nor used at all.
+        new: leave out every gradient that a step has used, also those of the user's own passes.
     """
     grads = grads_of(parameters)
     if not used.seen or all(map(is_none, grads)):

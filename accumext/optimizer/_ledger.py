@@ -1,4 +1,4 @@
-"""The numbers of a window, and those of its step, which one operator finds from the norm."""
+"""The numbers of a window, and those of its step, which one operator computes from the norm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accumext.tensors import scalars
 from accumext.tensors.checks import Reduction
 from accumext.tensors.scalars import Scalar, as_tensor, equals, maximum, on_device, sent
 
-_NOT_FOUND: Scalar = 0.0  # nobody has looked
+_NOT_FOUND: Scalar = 0.0  # nobody has looked for an inf or NaN
 
 
 class Ledger(NamedTuple):
@@ -24,14 +24,14 @@ class Ledger(NamedTuple):
 
     | number | is |
     |---|---|
-    | `micro_batches` | how many came in here |
+    | `micro_batches` | how many micro-batches this process has added |
     | `counted` | how many of them count, if others are left out; None: all of them |
     | `of_all` | how many count on all processes, once the window is summed over them |
     | `weight` | the sum of the weights that count |
-    | `base_weight` | what the sums are relative to; None while every weight was the number zero |
+    | `base_weight` | the weight with factor 1 in the sums; None while all weights were zero |
     | `base_scale` | the loss scale that the sums carry: that of the first micro-batch |
     | `loss_scale` | the loss scale of the latest micro-batch |
-    | `found_inf` | 1 if somebody found an inf or NaN in what came in |
+    | `found_inf` | 1 if an inf or NaN was found in a gradient before it was added |
     """
 
     micro_batches: int = 0
@@ -53,18 +53,18 @@ class Ledger(NamedTuple):
         """Count a micro-batch whose loss had this scale. The first sets both bases.
 
         Args:
-            base: the base of the weights, if it is known without looking at any.
-            found_inf: what somebody else found in the gradients, if anybody has looked.
+            base: the base of the weights, if it does not depend on the first weight.
+            found_inf: the flag of a check of the gradients, if there was one.
 
         Returns:
-            Also `weight / base_weight`: by this and `base_scale` its gradients are multiplied.
+            The ledger, and `weight / base_weight`: gradients are multiplied by it and `base_scale`.
         """
         first = self.base_weight is None
         ratio: Scalar = 1.0
         if not first or base is not None:
             base = base if first else self.base_weight
             ratio = 1.0 if weight is base else weight / base  # type: ignore[operator]
-        elif isinstance(weight, Tensor):  # the base divides: it is no zero of the device
+        elif isinstance(weight, Tensor):  # the base is a divisor, so a zero on a device becomes 1
             base, ratio = torch.where(weight > 0, weight, 1.0), (weight > 0).double()
         elif weight == 0.0:
             ratio = 0.0
@@ -84,8 +84,8 @@ class Ledger(NamedTuple):
         return after, ratio
 
     def with_larger_base(self, weight: Scalar) -> tuple[Ledger, Scalar]:
-        """Make the base the largest weight, so that no loss is multiplied by more than its scale:
-        half precision has no room above.
+        """Return the ledger with the largest weight as base, so that no loss is multiplied by more
+        than its scale: gradients of half precision could overflow.
 
         Returns:
             Also the factor by which the sums are to be multiplied.
@@ -97,7 +97,7 @@ class Ledger(NamedTuple):
         return (self, 1.0) if larger is base else (self._replace(base_weight=larger), base / larger)
 
     def quotient(self, reduction: Reduction) -> Quotient:
-        """What makes the window's gradient of its sums; finite also for weight 0."""
+        """Return the factor from sums to the window's gradient; finite also for weight 0."""
         base, weight, scale = self.base_weight, self.weight, self.base_scale
         base = 1.0 if base is None else base
         if reduction == "sum":
@@ -117,11 +117,11 @@ class Quotient(NamedTuple):
     """`base_weight / weight / base_scale`."""
 
     base_weight: Scalar = 1.0
-    weight: Tensor | None = None  # 0, where nothing counts, makes 0 of everything
+    weight: Tensor | None = None  # if it is 0, as if nothing counts, the value is 0
     base_scale: Scalar = _UNSCALED
 
     def value(self) -> Scalar:
-        """Divide."""
+        """Return the quotient as one number."""
         return reference.window_quotient(*self)
 
     @property
@@ -135,10 +135,10 @@ class StepFactors(NamedTuple):
 
     norm: Scalar  # of the normalised gradient, before clipping
     clip_coef: Scalar
-    factor: Scalar  # sums to clipped gradient
-    skip: Scalar  # 1.0 where no step may be taken
-    found_inf: Scalar  # 1.0 where anything that came in was not finite
-    inverse: Tensor | None = None  # 1 / factor in float32, where a device has formed it
+    factor: Scalar  # from sums to the clipped gradient
+    skip: Scalar  # 1.0 if no step may be taken
+    found_inf: Scalar  # 1.0 if any gradient that was to be added was not finite
+    inverse: Tensor | None = None  # 1 / factor in float32, if it is on a device
 
 
 def step_factors(
@@ -148,13 +148,13 @@ def step_factors(
     *,
     device: torch.device,
     sums: Sequence[Tensor],
-    norm: Tensor | None,  # None: their 2-norm, to be found
-    overflow: Tensor | None,  # not 0 where a sum is not finite; None: 0
+    norm: Tensor | None,  # None: the operator computes their 2-norm
+    overflow: Tensor | None,  # not 0 if a sum is not finite; None: 0
     normalised: bool,  # the norm is that of the normalised gradient
     checks_norm: bool,  # a norm that is not finite skips the step
 ) -> StepFactors:
-    """Return the numbers that follow from the norm, by the operator; numbers of the host if they
-    cost no wait."""
+    """Return the numbers of a step, which the operator computes from the norm; floats if reading
+    them does not wait for a device."""
     base, weight, scale = quotient
     found_inf, counted, wide = ledger.found_inf, ledger.counted, torch.float64
     device_base = sent(base, device) if isinstance(base, Tensor) else None

@@ -1,4 +1,4 @@
-"""Micro-batches that are looked at before they are added, as `on_nonfinite` says."""
+"""Micro-batches that are checked before they are added, as `on_nonfinite` asks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def raise_nonfinite(
     weight: Scalar,
     carried: bool = False,
 ) -> None:
-    """Refuse a micro-batch that counts and is not finite, naming the parameters.
+    """Raise for a micro-batch that counts and is not finite, with the names of the parameters.
 
-    Gradients averaged over shards count on all processes, which look at them together, also if the
-    weight of this one is zero.
+    Gradients averaged over shards (`carried`) count on all processes, which check them together,
+    also if this process has weight zero.
     """
     there = [i for i, grad in enumerate(grads) if grad is not None]
     found = present(grads)
@@ -47,9 +47,9 @@ def raise_nonfinite(
 def adding_if_finite(
     window: Window, grads: Sequence[Tensor | None], weight: Scalar, scale: Scalar
 ) -> Callable[[list[Tensor]], Window]:
-    """Return what adds a micro-batch if it is finite, and else leaves the sums bit for bit.
+    """Return a function that adds a micro-batch if it is finite, else keeps the sums bit for bit.
 
-    The base of the weights is 1, so that nothing left out can show in the sum of the others.
+    The base of the weights is 1: the weight of a dropped micro-batch must not scale the sums.
     """
     ledger = window.ledger
     base = 1.0 if ledger.base_weight is None else ledger.base_weight
@@ -66,7 +66,7 @@ def adding_if_finite(
         elif main.is_sparse and not grad.is_sparse:
             main = main.to_dense()
         sums[i] = main
-        if grad.is_sparse:  # what it adds is formed apart, and joined below
+        if grad.is_sparse:  # its addend is computed separately, and added at the end
             grad = grad.coalesce()
             addend = grad.to(main.dtype, copy=True)
             sparse_values(addend).zero_()

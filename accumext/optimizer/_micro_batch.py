@@ -21,7 +21,7 @@ from accumext.tensors.scalars import Scalar, divide
 
 @contextmanager
 def open_micro_batch(op: str, engine: Engine, model: nn.Module | None) -> Iterator[None]:
-    """Open a micro-batch. An exception drops what it brought; if that was added to the window
+    """Open a micro-batch. An exception drops its gradients. If they were added to the window
     already, it drops the window, and says so."""
     unsynced, group = no_sync(op, model, engine.settings.process_group)
     engine.reducer.share(group)
@@ -53,7 +53,7 @@ def open_micro_batch(op: str, engine: Engine, model: nn.Module | None) -> Iterat
 
 @torch.no_grad()
 def _close(op: str, engine: Engine, unreduced: bool) -> None:
-    """Add what was summed apart, and what lies in `.grad`."""
+    """Add the gradients of the micro-batch that are in its `part` or in `.grad` to the window."""
     micro_batch, parameters = engine.state.micro_batch, engine.tensors.parameters()
     if micro_batch is None or micro_batch.failed:
         got = "one that ended in an exception, and the micro-batch is dropped"

@@ -6,7 +6,7 @@ import sys
 
 from torch.optim import Optimizer
 
-# What such an optimizer is, in an error, and what to do instead.
+# What such an optimizer is, in an error, and the advice.
 PER_SAMPLE = (
     "DPOptimizer, which steps on gradients of single samples, not on .grad",
     "Opacus accumulates by itself, in BatchMemoryManager",
@@ -14,6 +14,6 @@ PER_SAMPLE = (
 
 
 def has_own_gradients(optimizer: Optimizer) -> bool:
-    """Tell whether its step is on the gradients of single samples, which every backward pass leaves
-    on the parameters, and not on what is in `.grad`."""
+    """Tell whether the optimizer steps on gradients of single samples, which every backward pass
+    leaves on the parameters, and not on `.grad`."""
     return isinstance(optimizer, getattr(sys.modules.get("opacus.optimizers"), "DPOptimizer", ()))

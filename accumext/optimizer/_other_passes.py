@@ -1,8 +1,9 @@
-"""Two wrappers over one graph: what a backward pass of one leaves for the other.
+"""Backward passes of one wrapper that reach parameters of another.
 
-The generator's loss reaches the discriminator, whose optimizer must not step on it; one loss may be
-that of two optimizers, each of which has to. The pass looks the same, so the gradients of another
-wrapper's parameters are kept out of `.grad`, and that wrapper is told of them.
+In a GAN, the generator's loss reaches the discriminator, whose optimizer must not step on it. But
+one loss may also belong to two optimizers, which both step on it. Autograd runs the same pass in
+both cases. So gradients of another wrapper's parameters are kept out of `.grad`, and that wrapper
+is told of them.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from accumext.tensors.torch_private import leaves_since, not_compiled
 def run_beside_others(
     engine: Engine, loss: Tensor, weight: Scalar, factor: Scalar, run: Callable[[], None]
 ) -> None:
-    """Run a backward pass of `loss * factor`, and tell other wrappers what it made of theirs."""
+    """Run a backward pass of `loss * factor`, and hand other wrappers their gradients of it."""
     known, theirs = set(map(id, engine.tensors.parameters())), list[tuple[Engine, list[Tensor]]]()
     parted = set[int]()
     for other in _others(engine, loss):
@@ -74,12 +75,11 @@ def run_beside_others(
 
 
 def _others(engine: Engine, loss: Tensor) -> list[Engine]:
-    """Other wrappers that are used in this thread: what another thread does in the meantime is not
-    to be taken for this pass. Those that may have come here from another count if it reaches them.
-    """
+    """Return the other wrappers that are used in this thread: gradients of another thread are not
+    of this pass. One that may have moved here from another thread counts if the loss reaches it."""
     thread, found = get_ident(), list[Engine]()
     came, engine.thread = engine.thread != thread, thread
-    for other in reversed(engines_alive()):  # the latest of several that hold a parameter is in use
+    for other in reversed(engines_alive()):  # of several that hold a parameter, the latest is used
         unused = other.state.last is None and not other.state.micro_batches
         if other is not engine and other.thread != thread and (came or unused):
             reached = set(map(id, leaves_since(0, [loss])))
@@ -95,11 +95,11 @@ def _others(engine: Engine, loss: Tensor) -> list[Engine]:
 
 @not_compiled
 def part_from_others(op: str, engine: Engine, parameters: Sequence[Tensor]) -> bool:
-    """Leave nothing in `.grad` of what `backward` of other wrappers made of parameters that both
-    hold. Tells whether there was anything.
+    """Remove from `.grad` the gradients that `backward` of other wrappers left there for parameters
+    that both hold. Returns whether there were any.
 
     Raises:
-        RuntimeError: there is more, of a pass of the user's, which may be meant for both.
+        RuntimeError: there are also gradients of the user's own pass, which may be meant for both.
     """
     sharing = _sharing(engine, parameters)
     gone = not GONE.keys().isdisjoint(map(id, parameters))
@@ -131,7 +131,7 @@ def move_others_out_of_grad(engine: Engine, parameters: Sequence[Tensor]) -> Non
 
 
 def _sharing(engine: Engine, parameters: Sequence[Tensor]) -> list[Engine]:
-    """Other wrappers that hold some of these parameters, and have left gradients in `.grad`."""
+    """Return the other wrappers of some of these parameters that left gradients in `.grad`."""
     mine = set(map(id, parameters))
     return [
         other
@@ -141,10 +141,10 @@ def _sharing(engine: Engine, parameters: Sequence[Tensor]) -> list[Engine]:
 
 
 def own_is_pending(op: str, engine: Engine, parameters: Sequence[Tensor]) -> bool:
-    """Tell whether anything lies in `.grad` beside what others have made.
+    """Tell whether `.grad` holds a gradient that no other wrapper computed.
 
     Raises:
-        RuntimeError: nothing does, and the window is empty.
+        RuntimeError: it holds gradients of other wrappers alone, and the window is empty.
     """
     parted = part_from_others(op, engine, parameters)
     pending = not all(map(is_none, grads_of(parameters)))
@@ -162,8 +162,8 @@ ONE_FOR_EACH = (
 
 
 def _out_of_buckets(other: Engine, parameters: Sequence[Tensor]) -> None:
-    """Take out of `.grad` what a pass would write over that finds it empty: DistributedDataParallel
-    does so in its buckets, of which gradients may be views."""
+    """Remove from `.grad` gradients whose memory a pass would overwrite. DistributedDataParallel
+    does so if `.grad` is empty and gradients are views of its buckets."""
     grads = grads_of(parameters)
     dense = [grad for grad in grads if grad is not None and not grad.is_sparse]
     if own_their_memory(dense):
@@ -179,7 +179,7 @@ def _out_of_buckets(other: Engine, parameters: Sequence[Tensor]) -> None:
 def _earlier_parts(
     engine: Engine, other: Engine, parameters: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """What earlier parts of this micro-batch made of these parameters; autograd adds to it."""
+    """Return gradients of earlier passes of this micro-batch, for autograd to add to."""
     made, micro_batch = other.state.other_pass, engine.state.micro_batch
     if made is None or micro_batch is None or made.key is not micro_batch.key:
         return [None] * len(parameters)
@@ -196,8 +196,8 @@ def _tell(
     factor: Scalar,
     partly: bool,
 ) -> None:
-    """Let another wrapper know what a pass of this one made of its parameters."""
-    if on_device(factor):  # a weight of zero on a device, which cannot be divided by
+    """Hand gradients that a pass of this wrapper computed to the owner of the parameters."""
+    if on_device(factor):  # may be 0, by which one cannot divide
         factor = torch.where(factor == 0, 1.0, factor)
     micro_batch, old = engine.state.micro_batch, other.state.other_pass
     key = None if micro_batch is None else micro_batch.key
@@ -210,17 +210,17 @@ def _tell(
 
 
 def forget_parts(key: object) -> None:
-    """Drop what a micro-batch that has failed made of other wrappers' parameters."""
+    """Drop the gradients that a failed micro-batch computed for other wrappers' parameters."""
     for other in engines_alive():
         if other.state.other_pass is not None and other.state.other_pass.key is key:
             other.update(other_pass=None)
 
 
 def take_other_pass(op: str, engine: Engine, made: OtherPass, weight: Scalar | None) -> None:
-    """Take what another wrapper's pass made as a micro-batch. In no_grad.
+    """Add the gradients that another wrapper's pass computed as a micro-batch. In no_grad.
 
     Args:
-        weight: what it counts; None: what it counts there.
+        weight: what the micro-batch counts; None: its weight in the other wrapper.
     """
     if made.several or made.partly or engine.reducer.base_weight is not None:
         contract, got = "hold new gradients", "those of another AccumulatingOptimizer's backward"
@@ -245,8 +245,8 @@ def take_other_pass(op: str, engine: Engine, made: OtherPass, weight: Scalar | N
 
 
 def pass_over(op: str, engine: Engine, own: bool) -> None:
-    """Drop what another wrapper's pass made, at a step on gradients of its own, in `.grad` or in
-    the window. Raise if there are none: nobody can tell whether to step on those of the other."""
+    """Drop gradients of another wrapper's pass, at a step that has gradients of its own, in `.grad`
+    or in the window. Raise if it has none, since it is unknown whether to step on the others."""
     full = engine.state.micro_batches >= engine.settings.window
     if own or full or engine.state.accumulated:
         engine.update(other_pass=None)
@@ -265,8 +265,8 @@ def pass_over(op: str, engine: Engine, own: bool) -> None:
 
 @not_compiled
 def note_scale(op: str, engine: Engine) -> None:
-    """Before a step that updates its scaler: let other wrappers with that scaler know the scale of
-    the gradients that they have not taken yet."""
+    """Let other wrappers with this scaler know, before a step updates it, the loss scale of the
+    gradients that wait in `.grad` of their parameters."""
     scaler = engine.settings.scaler
     for other in engines_alive():
         if other is engine or other.settings.scaler is not scaler or other.state.in_grad:
@@ -280,8 +280,8 @@ def note_scale(op: str, engine: Engine) -> None:
 
 
 def scale_of_pending(op: str, engine: Engine) -> Scalar:
-    """The loss scale of what a backward pass of the user left in `.grad`: that in force, to which
-    gradients from before another wrapper's update of the scaler are brought."""
+    """Return the loss scale of the gradients that a backward pass of the user left in `.grad`: the
+    present one. Gradients from before another wrapper updated the scaler are rescaled to it."""
     scale, earlier = current_scale(op, engine.settings.scaler), engine.state.earlier_scale
     if earlier is not None:
         grads = grads_of(engine.tensors.parameters())

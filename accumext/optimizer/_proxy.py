@@ -1,4 +1,4 @@
-"""An optimizer around an optimizer that owns nothing an optimizer owns."""
+"""An optimizer around another, whose groups, state, defaults and hooks it uses."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 
 from accumext.tensors.torch_private import HOOK_ATTRIBUTES
 
-# Attributes that GradScaler and learning-rate schedulers set on an optimizer; no part of a copy.
+# Attributes that GradScaler and learning-rate schedulers set on an optimizer; not copied.
 _TRANSIENT = ("step", "grad_scale", "found_inf")
 
 
 def _forwarded(name: str) -> Any:
-    """A property that is the wrapped optimizer's attribute, also where that is rebound."""
+    """Return a property for an attribute of the wrapped optimizer, also after it is rebound."""
     return property(
         lambda self: getattr(self.optimizer, name),
         lambda self, value: setattr(self.optimizer, name, value),
@@ -26,11 +26,11 @@ def _forwarded(name: str) -> Any:
 
 
 def takes(method: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """The arguments if a method takes them by name, else none: `zero_grad` of apex and of fairscale
-    knows no `set_to_none`."""
+    """Return the arguments if a method takes them by name, else none: `zero_grad` of apex and of
+    fairscale takes no `set_to_none`."""
     try:
         inspect.signature(method).bind(**arguments)
-    except (TypeError, ValueError):  # it does not; it has no signature
+    except (TypeError, ValueError):  # it does not take them, or has no signature
         return {}
     return arguments
 
@@ -38,8 +38,9 @@ def takes(method: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
 class OptimizerProxy(Optimizer, ABC):
     """A true `torch.optim.Optimizer` with the groups, state, defaults and hooks of another.
 
-    References to them would go stale: `load_state_dict` rebinds them. `Optimizer.__init__` and
-    `Optimizer.__setstate__` are never called, as both would make a second set.
+    These are properties, since references would go stale when `load_state_dict` rebinds them.
+    `Optimizer.__init__` and `Optimizer.__setstate__` are never called, as both would create a
+    second set of groups, state and hooks.
     """
 
     optimizer: Optimizer
@@ -51,10 +52,10 @@ class OptimizerProxy(Optimizer, ABC):
 
     @abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, in whatever way the proxy is for."""
+        """Step in the way of this kind of proxy."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer" or name.startswith("__"):  # not there yet while unpickling
+        if name == "optimizer" or name.startswith("__"):  # `optimizer` is not set while unpickling
             raise AttributeError(name)
         try:
             return getattr(self.optimizer, name)

@@ -1,4 +1,4 @@
-"""The processes that have a part in a window: replicas of this one, or those of shards."""
+"""The processes that share a window: replicas of a model, or holders of its shards."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from accumext.tensors.scalars import Scalar
 
 
 class Sending(NamedTuple):
-    """A window on its way into the sum of all processes, which have agreed on it."""
+    """A window that is being summed over all processes, after they have compared its numbers."""
 
     buckets: AllReduceInBuckets
     agreed: Agreement
 
 
 def reducer_of(parameters: Sequence[Tensor], before: Reducer | None = None) -> Reducer:
-    """Choose for these parameters; the one so far, if there is any, may go on."""
+    """Return the reducer for these parameters: `before`, if there is one that fits them."""
     window = ShardedWindow.of(parameters)
     if window is None or isinstance(before, Shards):
         return before or Replicas()
@@ -37,7 +37,7 @@ def reducer_of(parameters: Sequence[Tensor], before: Reducer | None = None) -> R
 
 
 def know_parameters(engine: Engine) -> None:
-    """Look at the parameters again: the optimizer has been given more."""
+    """Look at the optimizer's parameters again, after some were added."""
     engine.tensors.know()
     parameters = engine.tensors.parameters()
     engine.main_grads.declare(parameters)
@@ -46,7 +46,7 @@ def know_parameters(engine: Engine) -> None:
 
 
 class Replicas(Reducer):
-    """Processes that hold all parameters, each; without a group, this one alone."""
+    """Processes that each hold all parameters; without a group, this process alone."""
 
     @property
     def shared(self) -> bool:
@@ -65,8 +65,8 @@ class Replicas(Reducer):
 
 
 class Shards(Reducer):
-    """Processes that `fully_shard` splits parameters over. It averages gradients over them itself;
-    sums over a group beside them are the window's."""
+    """Processes that `fully_shard` splits parameters over. FSDP averages gradients over them. If
+    there is also a process group, the window is summed over it as by `Replicas`."""
 
     shared = True
 
@@ -75,8 +75,8 @@ class Shards(Reducer):
         self._averaged = False  # the window's weight is the mean over all shards
 
     def begin(self, op: str, engine: Engine) -> None:
-        """Compare processes before the first micro-batch: if windows are not of one size, one would
-        wait for the others to close it while those wait for it in FSDP."""
+        """Compare settings before the first micro-batch. If windows differed in size, one process
+        would wait for the others in `step` while those wait for it in FSDP."""
         if engine.settings.synchronize == "window" and not self._window.is_open:
             self._window.refuse_synchronised(op)
         if self.checked is None:
@@ -112,7 +112,7 @@ class Shards(Reducer):
         self._window.idle, self._averaged = True, False
 
     def collect(self, op: str, engine: Engine) -> None:
-        """Have FSDP reduce what it holds. An exception meanwhile drops the window, and says so."""
+        """Have FSDP reduce the gradients that it holds. An exception in it drops the window."""
         sharded, parameters = self._window, engine.tensors.parameters()
         sharded.refuse_to_collect(op)
         if not sharded.holds:
@@ -148,8 +148,8 @@ class Shards(Reducer):
 
     @contextmanager
     def _holding(self, op: str, engine: Engine, model: nn.Module) -> Iterator[None]:
-        """Let the modules keep their gradients to themselves. An exception drops the window, of
-        which FSDP holds all gradients in one sum."""
+        """Have the modules keep gradients unreduced. An exception drops the whole window, because
+        FSDP holds its gradients in one sum."""
         roots = self._window.roots_to_hold(op, model, engine.settings.reduction)
         before = engine.state.micro_batches
         try:
@@ -170,8 +170,8 @@ class Shards(Reducer):
 
 
 def send_in_backward(op: str, engine: Engine, window: Window, weight: Scalar) -> Sending | None:
-    """Begin to send a window whose last backward pass is about to run, once all processes are told
-    its numbers; None if it is not the last."""
+    """Begin to send a window whose last backward pass is about to run, after processes have
+    compared its numbers. Return None if the pass is not the last of the window."""
     ledger, reducer = window.ledger, engine.reducer
     count = ledger.micro_batches + 1
     if reducer.group is None or count < engine.settings.window:
@@ -190,11 +190,12 @@ def _send(
 
 
 def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -> bool:
-    """Send the rest of the window, and wait for the sum of all processes."""
+    """Send the sums that have not been sent yet, and wait for the sums over all processes. Return
+    False if no process has anything in its window."""
     state, parameters = engine.state, engine.tensors.parameters()
     window, sending, in_grad = state.window, state.sending, state.in_grad
-    del state  # of whose sums a bucket frees what it has copied
-    if window.phase is Phase.SUMMED:  # an earlier step ended in an error then
+    del state  # so that a bucket frees each sum once it has copied it
+    if window.phase is Phase.SUMMED:  # an earlier step failed after the sum
         return True
     if sending is None:
         window = engine.window_out_of_grad()
@@ -232,7 +233,7 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
     return True
 
 
-# What processes have to have alike
+# Numbers and settings that must be equal on all processes
 
 _SAME_COUNT = (
     "Give every process the same number, where a micro-batch with weight=0 counts for nothing, and "
@@ -260,7 +261,7 @@ _ALIKE = (
         advice=_SAME_COUNT,
     ),
     Alike("the window", "be of the same trainable parameters", unit=" elements"),
-    # The numbers of `_terms`
+    # The numbers of `_terms`, in order
     Alike("max_norm", "be the same", lambda n: "None" if n < 0 else str(n)),
     Alike("norm_type", "be the same", str),
     _choice("reduction", checks.REDUCTIONS),
@@ -278,7 +279,7 @@ _ALIKE = (
 
 
 def _terms(engine: Engine) -> Tensor:
-    """Return, as numbers, all that processes have to have alike beside a window."""
+    """Return, as numbers, the settings and parameters that must be equal on all processes."""
     settings, parameters = engine.settings, engine.tensors.parameters()
     kinds = [(list(p.shape), p.dtype) for p in parameters]
     numbers = (
@@ -297,11 +298,11 @@ def _terms(engine: Engine) -> Tensor:
 def _agree_on(
     reducer: Reducer, op: str, engine: Engine, window: Window, ledger: Ledger, flushing: bool
 ) -> Agreement:
-    """Sum the numbers of a window over the processes, and raise if these do not close the same one,
-    or were not told the same.
+    """Sum the numbers of a window over the processes, and raise if the processes do not close the
+    same window, or their settings differ.
 
-    If only a device knows the sums, a flush alone waits for it, and the first window after settings
-    were made or assigned.
+    If the sums are on a device, only a flush, and the first window after a change of settings, wait
+    for it.
     """
     parameters, settings = engine.tensors.parameters(), engine.settings
     known, terms = reducer.checked or (None, None)
@@ -315,7 +316,7 @@ def _agree_on(
         reducer.group,
         (ledger.weight, counted, ledger.found_inf),
         _ALIKE,
-        # A full window tells its size.
+        # A full window sends its size as a negative number, to tell it from a flush.
         (ledger.micro_batches if flushing else -settings.window, elements),
         terms,
         looks=flushing or known != settings,

@@ -11,11 +11,11 @@ from torch import Tensor
 from accumext.tensors.kinds import nonfinite
 from accumext.tensors.scalars import Scalar, as_tensor, on_device
 
-Name: TypeAlias = str | int  # an index, in the order of the groups, where there are no names
+Name: TypeAlias = str | int  # an index, in the order of the groups, if there are no names
 
 
 def named(names: list[Name]) -> str:
-    """Parameters in a message, which says how to have names where there are none."""
+    """Return the text for these parameters in a message, with advice if they have no names."""
     text = ", ".join(map(str, names))
     if all(isinstance(name, str) for name in names):
         return text
@@ -36,9 +36,9 @@ class WindowReport:
         nonfinite: names of parameters with an inf or NaN gradient; of sharded ones, those whose
             shard on this process has one. Empty unless something was dropped. The names are those
             that the wrapped optimizer was made with, as in
-            `torch.optim.AdamW(model.named_parameters())`. Where it was made without, as with
-            `model.parameters()`, they are indices in that order. After a fused step on a GPU the
-            host does not know yet: ask before the gradients are cleared.
+            `torch.optim.AdamW(model.named_parameters())`. If it was made without names, as with
+            `model.parameters()`, they are indices in that order. After a fused step on a GPU they
+            are looked for in the gradients: read this before the gradients are cleared.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class WindowReport:
         self._weight, self._micro_batches = weight, micro_batches
         self._dtype, self._device = dtype, device
         self._nonfinite: list[Name] = []
-        # Gradients to look into when asked, until they are cleared, and names of some of them.
+        # Gradients in which `nonfinite` looks, until they are cleared, and what gives their names.
         self.evidence: tuple[Sequence[Tensor], Callable[[Sequence[int]], list[Name]]] | None = None
 
     @property
@@ -99,17 +99,17 @@ class WindowReport:
         return self._nonfinite
 
     def _kept(self, number: Scalar | int) -> Scalar | int:
-        """Return the part of a number that counts, formed when it is asked for."""
+        """Return the number, or 0 if the skipped window counts for nothing."""
         if not self._empty_if_skipped:
             return number
         return number * (1.0 - as_tensor(self._skipped, torch.float64))
 
     def name(self, culprits: list[Name]) -> None:
-        """Tell which parameters had an inf or NaN."""
+        """Record which parameters had an inf or NaN."""
         self._nonfinite = culprits
 
     def stats(self) -> dict[str, float]:
-        """Everything that is a number, read from the device at once."""
+        """Return all numbers, read from the device at once."""
         values = {
             "total_norm": self.total_norm,
             "clip_coef": self.clip_coef,

@@ -1,4 +1,4 @@
-"""Loss scales: of the GradScaler that the optimizer was given, and of one around its step.
+"""Loss scales: of the optimizer's own GradScaler, and of one that calls its step.
 
 The only file that knows how `torch.amp.GradScaler` works inside.
 """
@@ -17,12 +17,12 @@ from accumext.tensors.checks import fail_value, message
 from accumext.tensors.scalars import Scalar, as_tensor, on_device, to_host_if_free
 from accumext.tensors.torch_private import OptState, optimizer_states, saved_factor, scale_tensor
 
-# Operations after scaler.scale that are looked through, as in `scaler.scale(loss) / n`.
+# How many operations after scaler.scale are searched, as in `scaler.scale(loss) / n`.
 _STEPS_FROM_SCALE = 4
 
 
 def scale_for(op: str, scaler: GradScaler, loss: Tensor, *optimizers: object) -> Scalar:
-    """Return the factor of an unscaled loss; a scaler without a scale creates it."""
+    """Return the scale by which to multiply a loss; raise if the loss is scaled already."""
     scale, states = scale_tensor(scaler), optimizer_states(scaler)
     if scale is not None and _is_scaled_with(loss, scale):
         contract = "be unscaled where the optimizer was given the scaler, which it scales with"
@@ -37,7 +37,7 @@ def scale_for(op: str, scaler: GradScaler, loss: Tensor, *optimizers: object) ->
 
 
 def current_scale(op: str, scaler: GradScaler | None) -> Scalar:
-    """The scale in force now."""
+    """Return the present scale; raise if the scaler has none."""
     if scaler is None:
         return 1.0
     scale = scale_tensor(scaler)
@@ -55,7 +55,7 @@ def create_scale(scaler: GradScaler | None, device: torch.device) -> None:
 
 
 def refuse_unscaled(op: str, scaler: GradScaler | None, *optimizers: object) -> None:
-    """Raise if `scaler.unscale_` was called for one of these, which unscales by itself."""
+    """Raise if the user called `scaler.unscale_` for one of these: the wrapper unscales itself."""
     if scaler is None:
         return
     states = optimizer_states(scaler)
@@ -70,13 +70,13 @@ def refuse_unscaled(op: str, scaler: GradScaler | None, *optimizers: object) -> 
 def begin_update(
     op: str, scaler: GradScaler | None, proxy: object, optimizer: object, device: torch.device
 ) -> object:
-    """Return the argument of `update`; the scaler of a copy, which has no scale yet, creates it."""
+    """Return the argument of `update`. A scaler without a scale, as in a copy, creates one."""
     if scaler is None:
         return None
     states = optimizer_states(scaler)
     if states:
         refuse_unscaled(op, scaler, proxy, optimizer)
-        # The update would let the scaler forget that it has unscaled another optimizer.
+        # `scaler.update` would forget that the scaler has unscaled another optimizer.
         if any(state["stage"] is OptState.UNSCALED for state in states.values()):
             contract = "have no optimizer that is unscaled and has not stepped"
             advice = "Call scaler.step for that one first"
@@ -89,7 +89,7 @@ def begin_update(
 def update(
     scaler: GradScaler, begun: object, optimizer: object, found_inf: Scalar, device: torch.device
 ) -> None:
-    """Update the scale, once, as `scaler.step(optimizer); scaler.update()` does."""
+    """Update the scale as `scaler.step(optimizer); scaler.update()` does, unless it was done."""
     if optimizer_states(scaler) is not begun:
         return
     state = optimizer_states(scaler)[id(optimizer)]
@@ -116,16 +116,16 @@ def _is_scaled_with(loss: Tensor, scale: Tensor) -> bool:
 
 
 class OuterScale(NamedTuple):
-    """Scale and flag that a GradScaler around `step` gives for the gradients in `.grad`."""
+    """Scale and flag that a GradScaler that calls `step` gives for the gradients in `.grad`."""
 
     scale: Scalar
-    found_inf: Scalar  # 0.0 where it looked at no gradient
+    found_inf: Scalar  # 0.0 if it checked no gradient
 
 
 def outer_scale(op: str, proxy: object, scaler: GradScaler | None, accumulated: bool) -> OuterScale:
-    """Return the scale and flag that the GradScaler that calls `step` has set on the optimizer. It
-    is refused beside the optimizer's own `scaler`, and after gradients were accumulated that it has
-    not seen."""
+    """Return the scale and flag that the GradScaler that calls `step` has set on the optimizer.
+    Raise if the optimizer has a scaler of its own, or has accumulated gradients that the calling
+    one has not seen."""
     if scaler is not None:
         advice = "Leave scaler.step, update and unscale_ out, or scaler=None in the constructor"
         refuse_outer_scale(op, "an outer GradScaler beside its own", advice)
@@ -139,7 +139,7 @@ def outer_scale(op: str, proxy: object, scaler: GradScaler | None, accumulated: 
 
 
 def refuse_outer_scale(op: str, got: str, advice: str | None = None) -> NoReturn:
-    """Raise for a GradScaler that calls `step`."""
+    """Raise because a GradScaler calls `step`."""
     contract = "be called directly, not through scaler.step"
     own = f"Pass the scaler to the constructor: {OP}(..., scaler=scaler)"
     raise RuntimeError(message(op, "step", contract, got, advice or own))

@@ -24,9 +24,9 @@ OP = "AccumulatingOptimizer"
 class Policy(NamedTuple):
     """What an inf or NaN does."""
 
-    apart: bool = False  # micro-batches are looked at before they are added, in a second set
-    leaves_out: bool = False  # those that are not finite count nowhere
-    raises: bool = False
+    apart: bool = False  # micro-batches are checked before they are added, in a second set
+    leaves_out: bool = False  # micro-batches that are not finite count nowhere
+    raises: bool = False  # a micro-batch that is not finite is an error
 
 
 _POLICIES: dict[str, Policy] = {
@@ -37,7 +37,7 @@ _POLICIES: dict[str, Policy] = {
 
 
 class Settings(NamedTuple):
-    """The arguments of one optimizer; assigning one of them makes another of these."""
+    """The settings of one optimizer. Assigning one replaces the tuple."""
 
     window: int
     max_norm: float | None
@@ -54,7 +54,7 @@ class Settings(NamedTuple):
     policy: Policy  # of `on_nonfinite`
 
 
-# Arguments of which the type alone is asked.
+# Arguments of which only the type is checked.
 _GROUP = (NoneType, getattr(dist, "ProcessGroup", NoneType))  # not in every build of torch
 _TYPES = (
     ("scaler", (NoneType, GradScaler), "be a torch.amp.GradScaler or None"),
@@ -63,8 +63,8 @@ _TYPES = (
     ("reduce_in_backward", bool, "be a bool"),
 )
 
-# Values that other settings must have: where whole micro-batches are looked at, where gradients are
-# seen only when the window closes, and where a closure forms gradients that no window accumulates.
+# Values that other settings must have: if whole micro-batches are checked, if gradients are seen
+# only when the window closes, and if a closure forms gradients that no window accumulates.
 _LOOKS_FIRST = {"accumulate_in_backward": False, "reduce_in_backward": False}
 _ONCE_PER_WINDOW = {"on_nonfinite": "skip_window", **_LOOKS_FIRST}
 _WITHOUT_WINDOW = {"window": 1, "max_norm": None, "scaler": None, "process_group": None}
@@ -72,7 +72,7 @@ _NEEDS_CLOSURE = {**_LOOKS_FIRST, **_WITHOUT_WINDOW, "synchronize": "backward"}
 
 
 def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
-    """The settings of an optimizer around `optimizer`, or the error that says what is wrong."""
+    """Return the checked settings of a wrapper around `optimizer`; raise for wrong ones."""
     for name, kinds, contract in _TYPES:
         if not isinstance(given[name], kinds):
             checks.fail_type(OP, name, contract, checks.type_name(given[name]))
@@ -82,7 +82,7 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
     given["window"] = checks.positive_int(OP, "window", given["window"])
     if given["max_norm"] is not None:
         given["max_norm"] = checks.number(OP, "max_norm", given["max_norm"])
-        if given["max_norm"] <= 0.0:  # 0 is what trainers call "off", and nothing would move
+        if given["max_norm"] <= 0.0:  # 0 is "off" in trainers; here it would make all gradients 0
             advice = "Pass None not to clip"
             checks.fail_value(OP, "max_norm", "be positive", given["max_norm"], advice)
     if checks.number(OP, "norm_type", given["norm_type"]) == 0.0:
@@ -104,11 +104,11 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
 
 
 def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
-    """Raise for what does not go with another setting, with the optimizer or its parameters."""
+    """Raise for settings that conflict with each other, the optimizer or its parameters."""
     policy = settings.on_nonfinite
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     apart = any(map(is_dtensor, parameters)) or len({p.device for p in parameters}) > 1
-    if policy == "skip_micro_batch" and apart:  # it is dropped where all of its gradients are
+    if policy == "skip_micro_batch" and apart:  # one device must have all gradients to drop them
         contract = "be 'skip_window' or 'raise' where parameters are sharded or on several devices"
         checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
     looks = f"on_nonfinite={policy!r}, which looks at whole micro-batches first"
@@ -127,13 +127,13 @@ def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
 
 
 def unlike_bare(settings: Settings) -> dict[str, Any]:
-    """The settings for which a step is more than that of the bare optimizer."""
+    """Return the settings that make a step do more than that of the bare optimizer."""
     given = {name: getattr(settings, name) for name in _WITHOUT_WINDOW}
     return {name: value for name, value in given.items() if value != _WITHOUT_WINDOW[name]}
 
 
 def check_weight(op: str, weight: object) -> Scalar:
-    """A finite number of at least 0; a 0-dim tensor on a device stays there, in float64."""
+    """Return a finite number of at least 0; or a 0-dim tensor on a device, unread, in float64."""
     if on_device(weight):
         if weight.dim() != 0:
             contract = "be a number or a 0-dim tensor"

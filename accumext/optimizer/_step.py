@@ -1,4 +1,4 @@
-"""`AccumulatingOptimizer.step` and `flush`: take what is pending, and step on a full window."""
+"""`AccumulatingOptimizer.step` and `flush`: add pending gradients, and step on a full window."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def run_step(
     closure: Callable[[], Any] | None,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Take what is pending in `.grad`, and step on the window if it is full."""
+    """Add the gradients pending in `.grad`, and step on the window if it is full."""
     enabled = torch.is_grad_enabled()
     try:
         set_grad_enabled(False)
@@ -104,8 +104,8 @@ def run_step(
             engine.update(accumulated=False)
         return value if result is None else result
     except BaseException:
-        # GradScaler deletes these only when step returns, and multiplies what is left into the
-        # next scale.
+        # GradScaler deletes these attributes only if step returns, and would multiply a
+        # `grad_scale` that is left into the next one.
         forget_scale(vars(proxy))
         raise
     finally:
@@ -113,14 +113,14 @@ def run_step(
 
 
 def _outer_scale(engine: Engine, proxy: Optimizer, op: str) -> OuterScale:
-    """Return what the GradScaler that is calling has set on the optimizer."""
+    """Return the scale and flag that the calling GradScaler has set on the optimizer."""
     if not engine.tensors.is_parameters:
         refuse_outer_scale(op, "masters, whose gradients it cannot see")
     return outer_scale(op, proxy, engine.settings.scaler, engine.state.accumulated)
 
 
 def flush(engine: Engine, proxy: Optimizer, op: str) -> None:
-    """Take what is pending, and step on the window if any process has something in it."""
+    """Add pending gradients, and step on the window if any process has something in it."""
     engine.refuse(op)
     engine.update(stepped=False, accumulated=False, other_pass=None)
     if engine.settings.needs_closure:
@@ -134,14 +134,14 @@ def flush(engine: Engine, proxy: Optimizer, op: str) -> None:
         close_window(engine, proxy, op, parameters, {}, enabled, flushing=True)
 
 
-@not_compiled  # torch.compile cannot trace it, and is after the wrapped step alone
+@not_compiled  # torch.compile cannot trace it, and is to compile only the wrapped step
 def take_pending(
     engine: Engine, op: str, parameters: list[Tensor], outer: OuterScale | None, new: bool = False
 ) -> None:
-    """Take in what a backward pass of the user left in `.grad`, if anything, as one micro-batch.
+    """Add the gradients that a backward pass of the user left in `.grad` as one micro-batch.
 
     Args:
-        new: only what no step has used.
+        new: only gradients that no step has used.
     """
     settings, engine.thread = engine.settings, get_ident()
     pending = fresh(parameters, engine.state.consumed, new=new)
@@ -163,10 +163,10 @@ def take_pending(
         return
     if settings.policy.raises:
         raise_nonfinite(engine, op, pending, 1.0)
-    for parameter, grad in zip(parameters, pending, strict=True):  # but for what is used up
+    for parameter, grad in zip(parameters, pending, strict=True):  # clear used-up gradients
         if grad is None:
             parameter.grad = None
-    if settings.policy.leaves_out:  # it is looked at where the window is closed
+    if settings.policy.leaves_out:  # the step itself checks the gradient
         found_inf = None
     ledger, _ = Ledger().with_micro_batch(1.0, scale, found_inf=found_inf)
     engine.update(window=NO_WINDOW._replace(ledger=ledger, phase=Phase.IN_GRAD))
@@ -181,8 +181,8 @@ def _took_a_step(engine: Engine) -> bool:
 def _is_priming(optimizer: Optimizer) -> bool:
     """Tell whether a distributed checkpoint steps only to make the optimizer create its state.
 
-    There is no state yet, and every learning rate and gradient is zero. Gradients are read only
-    where the rest holds.
+    Then there is no state yet, and every learning rate and gradient is zero. Gradients, which may
+    be on a device, are read last.
     """
     grads = []
     for group in optimizer.param_groups:
@@ -196,15 +196,15 @@ def close_window(
     engine: Engine,
     proxy: Optimizer,
     op: str,
-    parameters: list[Tensor],  # that gradients are formed for
+    parameters: list[Tensor],  # those of the window's gradients
     kwargs: dict[str, Any],  # of the wrapped step
-    records: bool = False,  # what the wrapped step does, as its caller does
-    closure: object = None,  # that was evaluated, and that the wrapped step does not get
+    records: bool = False,  # whether gradients are enabled for the wrapped step, as for its caller
+    closure: object = None,  # evaluated before; the wrapped step does not get it
     flushing: bool = False,
 ) -> Any:
     """Step on the open window, if there is anything in it, and start the next."""
     settings = engine.settings
-    compiling = torch.compiler.is_compiling()  # which cannot trace the class of the span
+    compiling = torch.compiler.is_compiling()  # torch.compile cannot trace `record_function`
     with nullcontext() if compiling else record_function("accumext::step"):
         if not engine.reducer.close(op, engine, flushing):
             return None
@@ -221,8 +221,8 @@ def close_window(
 
 
 def stepping_at_once(engine: Engine, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step of another name, which uses up the gradient that `backward` has left in
-    `.grad`."""
+    """Return a wrapper of a method such as `first_step` of SAM, after whose step the gradients that
+    `backward` left in `.grad` count as used."""
 
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -60,7 +60,7 @@ def count_in(
 
 
 def enlarge_base(window: Window, weight: Scalar) -> Window:
-    """Make the largest weight the base. Writes the sums where that changes it."""
+    """Make the largest weight the base. If the base changes, the sums are multiplied."""
     ledger, factor = window.ledger.with_larger_base(weight)
     if ledger is window.ledger:
         return window
@@ -72,15 +72,15 @@ def enlarge_base(window: Window, weight: Scalar) -> Window:
 
 
 class Plan(NamedTuple):
-    """Sums that are about to be written. Until then nothing has changed that can be seen."""
+    """An addition to sums that `run` carries out. Before that the window's sums are unchanged."""
 
-    window: Window  # once they are
-    calls: list[tuple[torch.device, list[list[Tensor]]]]  # sums, addends
+    window: Window  # after the addition
+    calls: list[tuple[torch.device, list[list[Tensor]]]]  # device, [sums, addends]
     factor: Scalar
     whole: bool = False  # whether one call writes every sum
 
     def run(self, norms: list[Tensor]) -> Window:
-        """Add what `norms`, one from each call that has run, does not tell to be added already."""
+        """Run the calls. Each appends to `norms`: calls that have a norm already are left out."""
         for device, (sums, addends) in self.calls[len(norms) :]:
             factor = to_device(device, self.factor)
             ops.accumulate_recorded(norms, sums, addends, inv_scale=factor)
@@ -103,7 +103,7 @@ def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Pl
     for i, (parameter, main, grad) in enumerate(zip(window.parameters, window.sums, grads)):
         if grad is None:
             continue
-        if main is None and not counts:  # what counts for nothing may hold NaN
+        if main is None and not counts:  # zeros, since the gradient times 0 may be NaN
             new[i] = torch.zeros_like(grad, dtype=main_dtype(parameter)).detach()
         elif main is None:
             first.append(i)
@@ -132,8 +132,9 @@ def _take(
     grads: Sequence[Any],
     factor: Scalar = 1.0,
 ) -> Tensor | None:
-    """Make `grads * factor` sums: the tensors themselves, where their memory is their own, they are
-    of the sums' dtype and the factor is 1. Returns the norm of all if one call has found it."""
+    """Make `grads * factor` the sums of parameters. No copy is made if the factor is 1 and a
+    gradient has the dtype of the sum and memory of its own. Returns the norm of all gradients, if
+    one call has computed it."""
     one = equals(factor, 1.0)
     dtypes = main_dtypes([parameters[i] for i in indices])
     if one and dtypes == list(map(dtype_of, grads)) and own_their_memory(grads):
@@ -159,10 +160,10 @@ def _take(
     return norms[0] if whole else None
 
 
-@not_compiled  # which cannot trace what storages tell
+@not_compiled  # torch.compile cannot trace questions to storages
 def own_their_memory(grads: Sequence[Tensor]) -> bool:
-    """Tell whether nothing but these can be seen in their memory, nor two of them in one place: no
-    view, such as of a DDP bucket, no expanded tensor, no part of a buffer."""
+    """Tell whether each of these tensors fills memory that nothing else uses, so that it can be
+    written: no view, such as of a DDP bucket, no expanded tensor, no part of a buffer."""
     parts = local_tensors(grads)
     if any(map(is_sparse, parts)):
         return False
@@ -178,7 +179,7 @@ def own_their_memory(grads: Sequence[Tensor]) -> bool:
     )
 
 
-# Users of a storage that one tensor alone has: the tensor, and the storage object asked.
+# The use count of a storage that one tensor alone has: the tensor, and the queried storage object.
 _probe = torch.zeros(1, device="cpu")
 (_ALONE,) = storage_users([_probe.untyped_storage()])
 del _probe
@@ -198,7 +199,7 @@ def is_plain(main: Tensor) -> bool:
 
 
 def made(window: Window, index: int) -> tuple[Window, Tensor]:
-    """The sum of a parameter, of zeros where it had none."""
+    """Return the sum of a parameter, created as zeros if it had none, and the window with it."""
     main = window.sums[index]
     if main is None:
         parameter, sums = window.parameters[index], list(window.sums)
@@ -211,7 +212,7 @@ def made(window: Window, index: int) -> tuple[Window, Tensor]:
 
 
 def move_out_of_grad(engine: Engine, parameters: Sequence[Tensor]) -> None:
-    """Take the window out of `.grad`, where another micro-batch is to come."""
+    """Move the window's sums out of `.grad`, so that another micro-batch can use `.grad`."""
     state = engine.state
     window = state.window
     if not state.in_grad:
@@ -234,15 +235,15 @@ def add_micro_batch(
     parameters: Sequence[Tensor],
     grads: list[Tensor | None],  # of the micro-batch
     weight: Scalar,
-    scale: Scalar,  # what they are multiplied with
+    scale: Scalar,  # loss scale that they are multiplied with
     *,
-    found_inf: Scalar | None = None,  # what somebody else found in them
-    accumulated: bool = False,  # whether an outer GradScaler is too late then
+    found_inf: Scalar | None = None,  # an outer GradScaler's flag for them, if there is one
+    accumulated: bool = False,  # whether an outer GradScaler comes too late after this
     carried: bool = False,  # whether the loss was multiplied by its weight, too
 ) -> None:
-    """Add one micro-batch to the window and empty `.grad`; after an exception neither. In no_grad.
+    """Add one micro-batch to the window and empty `.grad`; after an exception both or neither.
 
-    Consumed gradients go, too: the window may have taken the same tensor from another parameter.
+    In no_grad. Consumed gradients go, too: the window may have taken the same tensor as a sum.
     """
     if engine.settings.policy.raises:
         raise_nonfinite(engine, op, grads, weight, carried)
@@ -275,7 +276,7 @@ def add_micro_batch(
 
 
 def multiply(done: list[Any], tensors: Sequence[Tensor], factor: Scalar) -> None:
-    """Multiply in place, and append to `done` in the same moment, as signals see it."""
+    """Multiply in place, and append to `done` so that no signal can come in between."""
     for device, (mine,) in group_by_device(list(tensors)):
         ops.scale_recorded(done, mine, to_device(device, factor))
 
@@ -283,8 +284,8 @@ def multiply(done: list[Any], tensors: Sequence[Tensor], factor: Scalar) -> None
 def products(
     tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], factor: Scalar
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """`tensor * factor`, each in a dtype; and norms of what came out, the largest element of one
-    whose squares overflow."""
+    """Return `tensor * factor`, each in its dtype, and norms of the products, one per device. If
+    squares overflow, the norms are largest magnitudes instead: they tell whether all is finite."""
     made = [
         t.to(dtype, copy=True) if t.is_sparse else torch.empty_like(t, dtype=dtype)
         for t, dtype in zip(tensors, dtypes, strict=True)

@@ -1,4 +1,4 @@
-"""A window of micro-batches, and all that changes in an optimizer, as values that nobody writes."""
+"""A window of micro-batches, and the whole state of an optimizer, as immutable values."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from accumext.tensors.scalars import Scalar
 
 
 class Phase(Enum):
-    """Where a window is. `Engine.refuse` has the table of what cannot be called then."""
+    """The phase of a window. `_engine._REFUSED` lists the methods that it forbids."""
 
     EMPTY = auto()
-    OPEN = auto()  # the sums are its own
-    IN_GRAD = auto()  # the sums are what lies in `.grad`, whoever writes there: a window of one
-    INSIDE = auto()  # of `micro_batch()`
-    SENDING = auto()  # its sums are on their way to other processes
-    SUMMED = auto()  # over all processes, and not stepped on
+    OPEN = auto()  # its sums are tensors of its own
+    IN_GRAD = auto()  # its sums are the tensors in `.grad`, whoever writes them: a window of one
+    INSIDE = auto()  # the call is inside `micro_batch()`
+    SENDING = auto()  # its sums are being sent to other processes
+    SUMMED = auto()  # its sums are those of all processes, and no step has used them
 
 
 class Window(NamedTuple):
     """Sums of gradients, and the numbers that say what they are the sums of."""
 
     parameters: Sequence[Tensor] = ()
-    sums: Sequence[Tensor | None] = ()  # None: no gradient yet. IN_GRAD: what `backward` has made
+    sums: Sequence[Tensor | None] = ()  # None: no gradient yet. IN_GRAD: those `backward` computed
     ledger: Ledger = Ledger()
     phase: Phase = Phase.OPEN
-    norm: Tensor | None = None  # 2-norm of the sums, if the last pass over all of them found it
-    autograd_adds: bool = True  # to the sums themselves: each is of its parameter's dtype
+    norm: Tensor | None = None  # 2-norm of the sums, if the last pass over all of them computed it
+    autograd_adds: bool = True  # autograd can add to the sums: each has its parameter's dtype
     left_out: tuple[Tensor, ...] = ()  # parameters whose gradient was not finite, if known here
-    unreduced: bool = False  # gradients of a model that has not synchronised them
+    unreduced: bool = False  # the sums are of gradients that their model has not synchronised
 
     def of(self, parameters: Sequence[Tensor]) -> Window:
-        """Bring the sums into the order of these: the optimizer's parameters may have changed."""
+        """Return the window with its sums in the order of these parameters, since those of the
+        optimizer may have changed."""
         before = self.parameters
         if self.phase is Phase.IN_GRAD or (
             len(before) == len(parameters) and all(map(is_, before, parameters))
@@ -55,11 +56,11 @@ class Window(NamedTuple):
         )
 
     def opened(self, parameters: Sequence[Tensor]) -> Window:
-        """The same without sums, for those that lie in `.grad`."""
+        """Return an open window with these numbers, and without sums, which are in `.grad`."""
         return self._replace(phase=Phase.OPEN, sums=(), parameters=()).of(parameters)
 
     def out_of_grad(self, parameters: Sequence[Tensor]) -> Window:
-        """As it is without `.grad`: its sums are the gradients that lie there."""
+        """Return the window with sums of its own: in phase IN_GRAD, the gradients in `.grad`."""
         if self.phase is not Phase.IN_GRAD:
             return self.of(parameters)
         pairs = zip(parameters, grads_of(parameters), strict=True)
@@ -73,61 +74,61 @@ NO_WINDOW = Window()
 class OpenMicroBatch(NamedTuple):
     """The micro-batch between entry and exit of `micro_batch()`."""
 
-    weight: Scalar | None = None  # of all backward calls, once there was one
+    weight: Scalar | None = None  # of all its `backward` calls, once there was one
     ratio: Scalar = 1.0  # weight / base_weight
-    part: Window | None = None  # its gradients, if they are looked at before they are added
+    part: Window | None = None  # its gradients, if they are checked before they are added
     failed: bool = False  # a backward pass did not come to its end
     before: int = 0  # micro-batches that the window held before it
-    key: object = None  # the same for all parts of one micro-batch
+    key: object = None  # identifies it to other wrappers, which its passes may reach
 
 
 class OtherPass(NamedTuple):
-    """The gradients of this optimizer's parameters that a backward pass of another wrapper made.
+    """Gradients of this optimizer's parameters that a backward pass of another wrapper computed.
 
-    They are kept out of `.grad`, since this one would take them for its own: `accumulate` takes
-    them, and whatever else brings it a gradient goes on without them.
+    They are kept out of `.grad`, since this one would take them for its own. `accumulate` adds
+    them; any other call that adds gradients drops them.
     """
 
     parameters: Sequence[Tensor]
     grads: Sequence[Tensor | None]  # of the loss times `factor`
     weight: Scalar  # of the loss
-    factor: Scalar  # of the loss: its loss scale, and its weight as far as that was carried
+    factor: Scalar  # of the loss: its loss scale, times its weight if the loss was multiplied by it
     loss_scale: Scalar
     group: Group | None  # over which the other one sums its window: these are not synchronised
     key: object  # of the micro-batch that the pass is a part of; None if it is all of one
-    several: bool  # it followed another one, which was not taken either
-    partly: bool  # the other one holds more of these parameters, and took their gradients
+    several: bool  # it followed another such pass, which was not added either
+    partly: bool  # some of these parameters are also the other one's, which has their gradients
 
 
 class State(NamedTuple):
     """Everything that changes from call to call."""
 
     window: Window = NO_WINDOW
-    consumed: ConsumedGrads = ConsumedGrads()  # what a step has used and left in `.grad`
+    consumed: ConsumedGrads = ConsumedGrads()  # gradients a step has used and left in `.grad`
     micro_batch: OpenMicroBatch | None = None  # inside micro_batch()
-    sending: Any = None  # the sum over processes that the window is on its way into
+    sending: Any = None  # the `Sending` of a window that is being summed over processes
     last: WindowReport | None = None
     stepped: bool = False
-    accumulated: bool = False  # since the last step: too late for an outer GradScaler
+    accumulated: bool = False  # since the last step: an outer GradScaler comes too late
     through_backward: bool = False  # the latest micro-batch came through `backward`
-    saved: int = 0  # micro-batches of the window that are in a checkpoint, or another's
-    other_pass: OtherPass | None = None  # that this optimizer has not taken
+    saved: int = 0  # micro-batches of the window that a checkpoint, or the copied optimizer, holds
+    other_pass: OtherPass | None = None  # that this optimizer has not added
     earlier_scale: tuple[ConsumedGrads, Scalar] | None = (
-        None  # of what lies in `.grad`, see `note_scale`
+        None  # the loss scale of gradients in `.grad`, see `note_scale`
     )
 
     @property
     def micro_batches(self) -> int:
-        """How many the open window holds."""
+        """The number of micro-batches in the open window."""
         return self.window.ledger.micro_batches
 
     @property
     def in_grad(self) -> bool:
-        """Tell whether the window is what lies in `.grad`."""
+        """Tell whether the window's sums are the tensors in `.grad`."""
         return self.window.phase is Phase.IN_GRAD
 
     def phases(self) -> list[Phase]:
-        """Return what holds of the window: INSIDE may come with another phase."""
+        """Return the phases of the window: one, and INSIDE before it inside `micro_batch()`."""
         found = [] if self.micro_batch is None else [Phase.INSIDE]
         if self.sending is not None:
             return [*found, Phase.SENDING]

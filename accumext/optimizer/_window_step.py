@@ -1,4 +1,4 @@
-"""The wrapped optimizer's step on a window: all that is around it, and back if it fails."""
+"""The wrapped optimizer's step on a window: what precedes and follows it, undone if it fails."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _ONE: Scalar = 1.0
 class StepWatch:
     """Tells, after an exception, whether an optimizer has written parameters.
 
-    Their versions say so, but not after torch's fused kernels, which do not count, nor after writes
-    through `.data`. After those the first of the post-hooks does: the step itself had ended. Where
-    an optimizer runs no hooks, versions are all there is.
+    Versions of tensors tell, except after torch's fused kernels and writes through `.data`, which
+    do not raise them. So a post-hook, the first of all, notes that the step itself has ended. If an
+    optimizer runs no hooks, only versions tell.
     """
 
     def __init__(self, parameters: list[Tensor], rounding: Rounding | None = None) -> None:
         self._parameters = parameters
         try:
             self._before: list[int | None] = list(map(write_count, parameters))
-        except RuntimeError:  # one of inference mode
+        except RuntimeError:  # an inference tensor among them
             self._before = versions(parameters)
-        self.rounding = rounding  # of what has been stepped on: hooks find it in the model
+        self.rounding = rounding  # of masters into parameters, before post-hooks read the model
         self._ended = False
 
     def has_moved(self) -> bool:
@@ -55,19 +55,19 @@ class StepWatch:
         return self._ended or versions(self._parameters) != self._before
 
     def write(self) -> None:
-        """Round what has been stepped on into the parameters."""
+        """Round masters that have been stepped on into the parameters."""
         if self.rounding is not None:
             self.rounding.write()
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Hear of the end of the step, before any other hook does."""
+        """Register the post-hook that notes the end of the step, before all others."""
         hooks = getattr(optimizer, STEP_POST_HOOKS, None)
         if hooks is not None:
             hooks[id(self)] = self._end
             hooks.move_to_end(id(self), last=False)
 
     def end(self, optimizer: Optimizer) -> None:
-        """Take the hook away."""
+        """Remove the hook."""
         hooks = getattr(optimizer, STEP_POST_HOOKS, None)
         if hooks is not None:
             hooks.pop(id(self), None)
@@ -79,15 +79,15 @@ class StepWatch:
 
 
 class Plan(NamedTuple):
-    """What a step on a window does. Nothing but gradients has changed so far."""
+    """What a step on a window will do. When it is made, only gradients may have changed."""
 
     window: Window
     sums: Sums
     factors: StepFactors
     dtype: torch.dtype  # of the norm
     grads: Sequence[Tensor | None]  # as the optimizer is to see them
-    divisor: Scalar  # that is left to it
-    skip: Scalar | None  # not 0 where a device knows that no step may be taken
+    divisor: Scalar  # by which it is to divide them
+    skip: Scalar | None  # a flag on a device, not 0 if no step may be taken; None: the host knows
     skips: bool  # the host knows that there is no step
     found_inf: Scalar  # for the scaler
     fused: bool  # the optimizer divides, and may be told by a device not to step
@@ -98,7 +98,7 @@ def _plan(
     op: str,
     parameters: list[Tensor],
     stepped_on: Sequence[Tensor],
-    before: Sequence[Tensor | None],  # what is in `.grad` of these
+    before: Sequence[Tensor | None],  # their `.grad`
     in_place: InPlace,
 ) -> Plan:
     """Measure and form the gradient of the open window."""
@@ -108,7 +108,7 @@ def _plan(
     fused = divides and not any_dtensor(sums.tensors)
     factors, dtype = measure(sums, window, settings, in_place, stepped_on, fused, divides)
     grads, divisor, skip, found_inf = sums.grads, _ONE, factors.skip, factors.found_inf
-    known = factors.inverse is None or not fused  # whether to skip
+    known = factors.inverse is None or not fused  # the host knows whether to skip
     if not known or not skip:
         grads, divisor, rounded = form(sums, factors, dtype, in_place, stepped_on, fused)
         for norm in rounded:  # not finite: rounding to half precision has overflowed
@@ -133,14 +133,14 @@ def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
 
 
 class _Around:
-    """What is around the wrapped step on a window, so that after any exception all of it is done or
-    undone."""
+    """All that precedes and follows the wrapped step on a window. After any exception, all of it is
+    done or undone."""
 
     def __init__(
         self, engine: Engine, proxy: Optimizer, op: str, parameters: list[Tensor], begun: object
     ) -> None:
         self._engine, self._proxy, self._op, self._parameters = engine, proxy, op, parameters
-        self._begun = begun  # what an update of the scaler takes
+        self._begun = begun  # the argument of the scaler's `update`
         self._stepped_on = parameters
         if not engine.tensors.is_parameters:
             engine.tensors.follow_parameters()
@@ -153,7 +153,7 @@ class _Around:
 
     @not_compiled
     def begin(self) -> bool:
-        """Put the gradient where the optimizer finds it; whether there is a step to take."""
+        """Put the gradient in `.grad` for the optimizer. Return whether there is a step to take."""
         engine, optimizer, stepped_on = self._engine, self._engine.optimizer, self._stepped_on
         self.plan = plan = _plan(
             engine, self._op, self._parameters, stepped_on, self._before, self._in_place
@@ -161,7 +161,7 @@ class _Around:
         if plan.skips:
             return False
         skip, divisor = plan.skip, plan.divisor
-        if plan.grads is not plan.sums.grads or not plan.sums.in_grad:  # else they lie there
+        if plan.grads is not plan.sums.grads or not plan.sums.in_grad:  # not in `.grad` already
             self._lent = plan.grads
             for parameter, grad in zip(stepped_on, self._lent, strict=True):
                 parameter.grad = grad
@@ -178,7 +178,7 @@ class _Around:
 
     @not_compiled
     def finish(self) -> None:
-        """Close the window. May be called twice."""
+        """Close the window. May be called again after an exception in it."""
         engine, plan, used = self._engine, self.plan, self._engine.state.consumed
         self._take_back()
         if self._watch.rounding is not None:
@@ -200,16 +200,16 @@ class _Around:
 
     @not_compiled
     def recover(self) -> bool:
-        """After an exception: finish if the step has been taken, else leave all as it was. Returns
-        whether it has."""
+        """Finish, after an exception, if the step was taken, else restore everything. Returns
+        whether the step was taken."""
         closed = self._closed is not None and self._engine.state is self._closed
         if closed or self._watch.has_moved():
             self.finish()
             return True
         self._take_back()
-        set_grads(self._stepped_on, self._before)  # also what the step has taken away
+        set_grads(self._stepped_on, self._before)  # also gradients that the step has removed
         engine = self._engine
-        engine.warned.add("full")  # which the window is, and another micro-batch may join it
+        engine.warned.add("full")  # the window stays full: another micro-batch is no user's error
         if self._in_place.done:
             grads = self._before if engine.state.in_grad else ()
             between = versions(grads)
@@ -221,7 +221,7 @@ class _Around:
         return False
 
     def _take_back(self) -> None:
-        """Leave nothing on the optimizer, and what there was in `.grad`."""
+        """Remove the attributes set on the optimizer, and restore `.grad`."""
         optimizer = self._engine.optimizer
         for name in ("grad_scale", "found_inf"):
             vars(optimizer).pop(name, None)
@@ -229,7 +229,7 @@ class _Around:
         if self._lent is self._before:
             return
         for parameter, lent, grad in zip(self._stepped_on, self._lent, self._before, strict=True):
-            # What was lent, or what the step has put in its place; but not where it has cleared it.
+            # Restore unless the step has cleared the gradient that was put there.
             if lent is None or parameter.grad is not None:
                 parameter.grad = grad
 
@@ -249,7 +249,7 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: Plan) -> WindowR
         plan.sums.device,
         empty_if_skipped=plan.sums.in_grad and engine.settings.policy.leaves_out,
     )
-    if plan.skip is not None:  # which parameters had an inf or NaN is found when somebody asks
+    if plan.skip is not None:  # parameters with an inf or NaN are looked for when somebody asks
         report.evidence = plan.sums.tensors, partial(_names_of, engine, parameters, plan.sums)
     elif plan.skips or plan.window.left_out:
         bad = nonfinite(present(plan.grads)) if plan.skips else []
@@ -272,10 +272,10 @@ def _names_of(
 def refuse_what_it_misses(
     engine: Engine, op: str, closure: object, error: BaseException, summed: bool
 ) -> None:
-    """RuntimeError in place of that of a step that has moved nothing, if it asked for a closure
-    that was given, or for the graph of gradients, which their sums do not have.
+    """Raise a RuntimeError that explains the error of a wrapped step, if the step asked for the
+    closure, which was evaluated before, or for the graph of gradients, which sums do not have.
 
-    Whether an optimizer needs either is not to be known before: only its error tells.
+    Whether an optimizer needs either cannot be known before: only its error tells.
     """
     said, kind = str(error).lower(), type(engine.optimizer).__name__
     if closure is not None and ("closure" in said or "'nonetype' object is not callable" in said):
@@ -299,11 +299,11 @@ def step_on_window(
     engine: Engine,
     proxy: Optimizer,  # the AccumulatingOptimizer, under whose id the scaler knows it
     op: str,
-    parameters: list[Tensor],  # that gradients are formed for
+    parameters: list[Tensor],  # those of the window's gradients
     kwargs: dict[str, Any],  # of the wrapped step
-    records: bool,  # what the wrapped step does, as its caller does
-    begun: object,  # what an update of the scaler takes
-    closure: object,  # that was evaluated, and that the wrapped step does not get
+    records: bool,  # whether gradients are enabled for the wrapped step, as they are for its caller
+    begun: object,  # the argument of the scaler's `update`
+    closure: object,  # evaluated before; the wrapped step does not get it
 ) -> tuple[Any, bool]:
     """Step on the open window, and start the next. Returns also whether the host knows that there
     was no step."""

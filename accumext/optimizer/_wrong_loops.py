@@ -1,7 +1,7 @@
-"""Loops that train wrongly without an error: what shows it, and the warnings, each given once.
+"""Warnings for loops that train wrongly without an error, each given once.
 
-A loop is wrong from its beginning, so what costs anything to look at is looked at in the first
-windows alone, by a `Watch`.
+A loop is wrong from its beginning, so checks that cost time are made in the first windows alone, by
+a `Watch`.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from accumext.tensors import scalars
 from accumext.tensors.kinds import versions
 from accumext.tensors.torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
 
-_WINDOWS = 2  # that are watched
-_LOOKED_AT = 8  # parameters, to see whether all were written
+_WINDOWS = 2  # how many windows are watched
+_LOOKED_AT = 8  # about how many parameters are read, to see whether all were written
 _CHANGED = "changed between two micro-batches of a window, by no step"
-_ROUNDING = 0.01  # of the logarithm of a factor
-_MEAN = 1  # what nodes of torch's losses save of `reduction`
+_ROUNDING = 0.01  # tolerated in the logarithm of a factor
+_MEAN = 1  # the value that nodes of torch's losses save for `reduction="mean"`
 
 
 def warn_of_a_full_window(engine: Engine) -> None:
-    """A micro-batch comes where a step should have."""
+    """Warn that a micro-batch was added to a full window, before which a step is missing."""
     engine.warn_once(
         "full",
         f"one more micro-batch comes into a window of {engine.settings.window} that is full. Call "
@@ -49,7 +49,7 @@ def warn_of_a_full_window(engine: Engine) -> None:
 
 
 def warn_of_unscaled(engine: Engine) -> None:
-    """Some losses come through `opt.backward`, which scales them, and another did not."""
+    """Warn of a loss that did not come through `opt.backward`, which has scaled others."""
     engine.warn_once(
         "unscaled",
         "a backward pass of your own left gradients, and they are divided by the loss scale. Call "
@@ -58,7 +58,7 @@ def warn_of_unscaled(engine: Engine) -> None:
 
 
 def warn_of_skip(engine: Engine, proxy: Optimizer) -> None:
-    """A window was skipped where no loss scale is to be found by trying."""
+    """Warn of a skipped window, unless a loss scale above 1 may be the cause."""
     last = engine.state.last
     if last is None or "found_inf" in vars(proxy):
         return
@@ -75,9 +75,9 @@ def warn_of_skip(engine: Engine, proxy: Optimizer) -> None:
 
 
 def warn_of_release(engine: Engine) -> None:
-    """Hooks of the parameters use gradients up while a backward pass runs."""
+    """Warn of parameter hooks that use up gradients while a backward pass runs."""
     engine.warn_once(
-        "nothing",  # for which this is the reason
+        "nothing",  # the topic of "found no gradient", for which this is the reason
         "hooks of the parameters take gradients out of .grad in the backward pass, as an optimizer "
         "does that steps there (gradient release, LOMO): it takes a step per backward pass, and "
         "window, max_norm and scaler do nothing. Use it without the wrapper, or have it step in "
@@ -86,7 +86,7 @@ def warn_of_release(engine: Engine) -> None:
 
 
 def warn_of_another_step(engine: Engine, name: str) -> None:
-    """A step of the wrapped optimizer's own finds what is in `.grad`, and no window there."""
+    """Warn of a wrapped optimizer's method that steps on `.grad` instead of the window."""
     if ignored := " and ".join(unlike_bare(engine.settings)):
         engine.warn_once(
             "another step",
@@ -96,19 +96,19 @@ def warn_of_another_step(engine: Engine, name: str) -> None:
 
 
 class Watch:
-    """Looks at the first windows of an optimizer, and leaves it."""
+    """Watches the first windows of an optimizer, and then removes itself."""
 
     def __init__(self) -> None:
-        self._windows = 0  # that were full
+        self._windows = 0  # full windows so far
         self._divided = 0  # losses in a row that were divided by the window
         self._without = 0  # calls of step in a row that found no gradient
         self._numbers: list[dict[str, float]] = []  # of each group, at the first call in a window
-        self._held: _Held | None = None  # since a call of step that did not step
-        self._factor: float | None = None  # of a scaler and a clip, in the last micro-batch
-        self._passes: _Passes | None = None  # since the last call of step
+        self._held: _Held | None = None  # parameters at the last call of step, if it did not step
+        self._factor: float | None = None  # by which the last gradients were changed before step
+        self._passes: _Passes | None = None  # backward passes since the last call of step
 
     def see_loss(self, engine: Engine, loss: Tensor) -> None:
-        """Before a backward pass: whether the loss is divided by what `step` divides by, too."""
+        """Warn before a backward pass if the loss is divided by the window, as `step` does."""
         window = engine.settings.window
         whole = engine.state.micro_batch is None and engine.settings.reduction == "mean"
         self._divided = self._divided + 1 if whole and _is_divided(loss, window) else 0
@@ -122,7 +122,7 @@ class Watch:
     def see_backward(
         self, engine: Engine, parameters: Sequence[Tensor], before: Sequence[int | None]
     ) -> None:
-        """After a first backward pass: whether it has written parameters in place of gradients."""
+        """Warn after a first backward pass if hooks in it have stepped on parameters."""
         rows = zip(before, versions(parameters), engine.state.window.of(parameters).sums)
         if any(main is None and old != new for old, new, main in rows):
             warn_of_release(engine)
@@ -131,7 +131,7 @@ class Watch:
     def see_step(
         self, engine: Engine, parameters: Sequence[Tensor], pending: bool, scaled: bool
     ) -> None:
-        """Before a call of step takes what is in `.grad`, which a GradScaler may have looked at."""
+        """Make the checks of a call of step; `scaled` if a GradScaler makes it."""
         window, size = engine.state.window, engine.settings.window
         self._see_gradients(engine, parameters)
         if size > 1:
@@ -146,7 +146,7 @@ class Watch:
             if size > 1 and pending and scaled:
                 self._see_factor(engine, self._passes.factor(parameters))
             clips = not (scaled or (dist.is_available() and dist.is_initialized()))
-            told = "around" in engine.warned  # of what may have written them
+            told = "around" in engine.warned  # an optimizer around may have written gradients
             if size > 1 and pending and not told and self._passes.sum_up(parameters, clips):
                 engine.warn_once(
                     "sums",
@@ -160,14 +160,14 @@ class Watch:
             engine.watch = None
             return
         watches = size > 1 and pending and engine.reducer.base_weight is None
-        goes_on = not self._windows or self._factor is not None  # which takes two to compare
+        goes_on = not self._windows or self._factor is not None  # two factors are compared
         self._passes = _Passes(parameters) if watches and goes_on else None
 
     def _see_gradients(self, engine: Engine, parameters: Sequence[Tensor]) -> None:
         window, calls = engine.state.window, max(engine.settings.window, 2)
         found = not all(map(is_none, (*grads_of(parameters), *window.sums)))
         if found or window.ledger.counted is not None or engine.reducer.shared:
-            self._without = 0  # or one was dropped, or it is on another process
+            self._without = 0  # a gradient was dropped, or may be on another process
         elif any(parameter.requires_grad for parameter in parameters):
             self._without += 1
         if self._without == calls:
@@ -184,7 +184,7 @@ class Watch:
             engine.warn_once("nothing", text)
 
     def _see_groups(self, engine: Engine, first: bool) -> None:
-        """What a schedule, or an optimizer around this one, counts in the parameter groups."""
+        """Warn if a schedule, or an optimizer around this one, has changed parameter groups."""
         before, numbers = self._numbers, list(map(_numbers_of, engine.optimizer.param_groups))
         if first or not before:
             self._numbers = numbers
@@ -201,13 +201,13 @@ class Watch:
             _warn_of_one_around(engine, f"{min(changed)!r} of a parameter group {_CHANGED}")
 
     def _see_writes(self, engine: Engine, parameters: Sequence[Tensor], stays: bool) -> None:
-        """Whether all parameters were written between two micro-batches of the second window: in
-        the first it may be their first clamping to a range."""
+        """Warn if all parameters were written between two micro-batches of the second window. In
+        the first window, a loop may clamp parameters to a range for the first time."""
         held, self._held = self._held, None
-        if engine.reducer.base_weight is not None:  # whose sums would be collective
+        if engine.reducer.base_weight is not None:  # sums of sharded parameters are collective
             return
         written = held is not None and held.report is engine.state.last and held.all_written()
-        if written and not others_of(engine):  # which may have losses, and steps, of their own
+        if written and not others_of(engine):  # other optimizers may have stepped on them
             _warn_of_one_around(engine, f"the parameters {_CHANGED}")
         if stays and self._windows:
             sums = engine.state.window.of(parameters).sums
@@ -215,7 +215,8 @@ class Watch:
             self._held = _Held(engine, [p for p, *grads in reached if not all(map(is_none, grads))])
 
     def _see_factor(self, engine: Engine, factor: float | None) -> None:
-        """Whether more than a loss scale, which changes by powers of two, has multiplied."""
+        """Warn if gradients were multiplied by more than a loss scale, which changes by powers of
+        two."""
         before, self._factor = self._factor, factor
         if before and factor and factor / before > 0:
             powers = math.log2(factor / before)
@@ -228,13 +229,13 @@ class Watch:
 
 
 def _numbers_of(group: dict[str, Any]) -> dict[str, float]:
-    """The numbers of a parameter group that the host knows, and no switches (`train_mode`)."""
+    """Return the numbers of a parameter group on the host, without bools such as `train_mode`."""
     numbers = {k: scalars.known_number(v) for k, v in group.items() if not isinstance(v, bool)}
     return {key: number for key, number in numbers.items() if number is not None}
 
 
 def _warn_of_one_around(engine: Engine, what: str) -> None:
-    """An optimizer around this one, or a schedule, acts at every call of step."""
+    """Warn of an optimizer around this one, or a schedule, that acts at every call of step."""
     engine.warn_once(
         "around",
         f"{what}. An optimizer around this one acts in every micro-batch: put "
@@ -244,10 +245,11 @@ def _warn_of_one_around(engine: Engine, what: str) -> None:
 
 
 def _optimizer_around() -> Optimizer | None:
-    """The optimizer whose `step` calls this one's, if it is no trainer's, which hands the call on.
+    """Return the optimizer whose `step` calls this one's, if there is one.
 
-    Of no other frame may the variables be looked at: what they hold would be kept as long as it is.
-    Lightning's object is of a class that inherits ours.
+    An optimizer of a trainer, such as Accelerate's or Lightning's (whose class inherits ours), only
+    hands the call on, and does not count. Only frames of a `step` are read: reading `f_locals`
+    keeps all variables of a frame alive.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -261,17 +263,17 @@ def _optimizer_around() -> Optimizer | None:
 
 
 class _Held:
-    """Some parameters as they are when the window stays open."""
+    """Versions and sums of some parameters, at a call of step that leaves the window open."""
 
     def __init__(self, engine: Engine, parameters: Sequence[Tensor]) -> None:
         self.report = engine.state.last  # another one after a step or flush
         every = -(-len(parameters) // _LOOKED_AT) or 1
-        self._parameters = parameters[::-every]  # also of the head: others may train the trunk
+        self._parameters = parameters[::-every]  # the last too: others may train the first ones
         self._versions = versions(self._parameters)
         self._sums = [p.sum() for p in self._parameters]
 
     def all_written(self) -> bool:
-        """Tell whether each of them has other values now."""
+        """Tell whether all these parameters have changed since."""
         now = versions(self._parameters)
         if not now or any(old is None or old == new for old, new in zip(self._versions, now)):
             return False
@@ -279,10 +281,10 @@ class _Held:
 
 
 def _is_divided(loss: Tensor, by: int) -> bool:
-    """Tell whether a loss is a mean cross-entropy over the window.
+    """Tell whether a loss is a mean cross-entropy divided by the window.
 
-    A number has no other meaning there. Halves are losses of their own, and so is any multiple of
-    another mean: a third may be that over three coordinates.
+    Such a division has hardly another meaning. Division by 2 does not count: half a loss is common.
+    Nor do other mean losses: a third of one may be the mean over three coordinates.
     """
     node: Any = loss.grad_fn
     number = saved_factor(node) if by > 2 and node and node.name() == "DivBackward0" else None
@@ -291,7 +293,7 @@ def _is_divided(loss: Tensor, by: int) -> bool:
     inner = node.next_functions[0][0]
     if inner is None or not inner.name().startswith("NllLoss") or inner._saved_reduction != _MEAN:
         return False
-    with suppress(RuntimeError):  # a dispatch mode is on, in which numbers are no tensors
+    with suppress(RuntimeError):  # a dispatch mode is on, in which the number cannot be read
         return float(number) == by
     return False
 
@@ -301,16 +303,16 @@ class _Gradient(NamedTuple):
 
     tensor: ReferenceType[Tensor]
     version: int
-    passes: int  # that are in it
-    total: Tensor  # of its elements
+    passes: int  # backward passes that it sums
+    total: Tensor  # sum of its elements
 
 
 class _Passes:
-    """The backward passes that reach parameters, from here to `end`."""
+    """Records the backward passes that reach parameters, until `end`."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._left = dict[int, _Gradient]()  # by the id of a parameter
-        # Nodes, not parameters, have the hooks: copies and pickles of a parameter find none.
+        # Hooks are on autograd nodes: on parameters, copies and pickles would contain them.
         self._nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
         self._handles = [node.register_hook(partial(self._take, node)) for node in self._nodes]
 
@@ -321,19 +323,19 @@ class _Passes:
             return
         grad, before = parameter.grad, self._left.get(id(parameter))
         version, passes = versions([grad])[0] or 0, 1
-        # One write is autograd's; zeros that `zero_grad` leaves are another.
+        # Autograd adds in one write. After zeros that `zero_grad` wrote, counting starts anew.
         if before is not None and before.tensor() is grad and version == before.version + 1:
             passes += before.passes
         self._left[id(parameter)] = _Gradient(ref(grad), version, passes, grad.sum())
 
     def end(self) -> None:
-        """Look no longer."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def factor(self, parameters: Sequence[Tensor]) -> float | None:
-        """By what all gradients were multiplied since autograd made them, if somebody has written
-        them; a GradScaler's writes are not counted."""
+        """Return the factor by which all gradients were multiplied since autograd computed them;
+        None if nobody has written them. Writes of a GradScaler are not seen."""
         known = [(p.grad, self._left[id(p)]) for p in parameters if id(p) in self._left]
         grads = [grad for grad, left in known if grad is not None and left.tensor() is grad]
         now = versions(grads)
@@ -345,10 +347,10 @@ class _Passes:
         return sum(float(grad.sum()) for grad in grads) / before if before else None
 
     def sum_up(self, parameters: Sequence[Tensor], clips: bool) -> bool:
-        """Tell whether all gradients that are there are of several passes, or were changed since.
+        """Tell whether all present gradients are sums of several passes, or were changed since.
 
         Args:
-            clips: whether a change is a clip, and no scaler's or DistributedDataParallel's.
+            clips: whether only a clip, no GradScaler or DistributedDataParallel, changes gradients.
         """
         grads = [(p.grad, self._left[id(p)]) for p in parameters if id(p) in self._left]
         known = [(grad, left) for grad, left in grads if grad is not None]
@@ -360,5 +362,5 @@ class _Passes:
         now = versions([grad for grad, _ in once])
         if any(version == left.version for version, (_, left) in zip(now, once)):
             return False
-        # A clip may have multiplied by 1, to know the norm.
+        # A clip called only for its norm writes, too, but multiplies by 1.
         return any(bool((grad.sum() - left.total).abs() > 0) for grad, left in once)

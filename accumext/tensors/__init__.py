@@ -1,2 +1,2 @@
-"""Tensors and numbers as arguments: what they must be, where they lie, which memory they share, and
-the names of torch that are not public."""
+"""Tensors and numbers as arguments: checks, error messages, devices and shared memory; and the
+private names of torch."""

@@ -1,5 +1,5 @@
-"""The contracts of arguments, and the one sentence of each error (api: `<op>: <argument> must
-<contract>, got <value>`)."""
+"""Checks of arguments, and the one sentence of each error, part of the public interface: `<op>:
+<argument> must <contract>, got <value>`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from accumext.tensors import memory_overlap
 from accumext.tensors.torch_private import local_part, not_compiled, sparse_values
 
-# Words that arguments choose from: a type for type checkers, and the same words for the checks.
+# The words that an argument may be: a type for type checkers, and a tuple for the checks.
 Reduction: TypeAlias = Literal["mean", "sum"]
 REDUCTIONS = get_args(Reduction)
 TokenReduction: TypeAlias = Literal["mean", "sum", "none"]
@@ -39,12 +39,12 @@ SYNCHRONIZE = get_args(Synchronize)
 
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Lists that are written and read, of which entries of one number may be the same tensor.
+# Lists that are written, and read, whose entries of the same index may be the same tensor.
 _IN_PLACE = {("main_grads", "grads"), ("targets", "sources")}
 
 
 def message(op: str, argument: str, contract: str, got: object, advice: str | None = None) -> str:
-    """`<op>: <argument> must <contract>, got <got>`, and what to type where that is known."""
+    """Return `<op>: <argument> must <contract>, got <got>`, and advice, if there is any."""
     text = f"{op}: {argument} must {contract}, got {got}"
     return f"{text}. {advice}" if advice else text
 
@@ -64,24 +64,24 @@ def fail_type(
 
 
 def instance(op: str, argument: str, value: Any, kind: type, contract: str) -> None:
-    """A value of a type."""
+    """Raise unless a value is of a type."""
     if not isinstance(value, kind):
         fail_type(op, argument, contract, type_name(value))
 
 
 def bools(op: str, **named: Any) -> None:
-    """True or False, and nothing that merely counts as one of them."""
+    """Raise unless each value is True or False; numbers are refused."""
     for argument, value in named.items():
         instance(op, argument, value, bool, "be a bool")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
+    """Return `float32` for `torch.float32`."""
     return str(dtype).removeprefix("torch.")
 
 
 def type_name(value: object) -> str:
-    """The name of a value's type, with the dtype where it is a tensor."""
+    """Return the name of a value's type, for an error; of a tensor with its dtype."""
     if isinstance(value, Tensor):
         name = dtype_name(value.dtype)
         return f"{'an' if name.startswith('int') else 'a'} {name} tensor"
@@ -89,7 +89,7 @@ def type_name(value: object) -> str:
 
 
 def integer(op: str, argument: str, value: Any) -> int:
-    """An int, or what stands for one, such as numpy's; no tensor, which may be on a device."""
+    """Return an int, also from a type such as numpy's; not from a tensor, perhaps on a device."""
     if not isinstance(value, (bool, Tensor)):
         try:
             return operator.index(value)
@@ -101,8 +101,8 @@ def integer(op: str, argument: str, value: Any) -> int:
 def token_tensor(
     op: str, argument: str, value: Any, contract: str, of_floats: str | None = None
 ) -> Tensor:
-    """Tokens of any integer dtype, in int64; of no other dtype, where they would be rounded.
-    `of_floats` is advice on floating-point tensors."""
+    """Return tokens of any integer dtype as int64. Other dtypes are refused, since tokens may have
+    been rounded in them. `of_floats` is advice for floating-point tensors."""
     if not isinstance(value, Tensor) or value.dtype not in INTEGER_DTYPES:
         floats = isinstance(value, Tensor) and value.is_floating_point()
         fail_type(op, argument, contract, type_name(value), of_floats if floats else None)
@@ -110,7 +110,7 @@ def token_tensor(
 
 
 def lengths_tensor(op: str, argument: str, value: Any, device: torch.device) -> Tensor:
-    """Lengths in int64: from a tensor of any integer dtype, where it is, or a list of ints."""
+    """Return lengths as int64: a tensor of any integer dtype, where it is, or a list of ints."""
     if isinstance(value, (tuple, list)):
         ints = [integer(op, f"{argument}[{i}]", number) for i, number in enumerate(value)]
         return torch.tensor(ints, dtype=torch.int64, device="cpu").to(device, non_blocking=True)
@@ -118,7 +118,7 @@ def lengths_tensor(op: str, argument: str, value: Any, device: torch.device) -> 
 
 
 def positive_int(op: str, argument: str, value: Any) -> int:
-    """An int of at least 1."""
+    """Return an int of at least 1."""
     count = integer(op, argument, value)
     if count < 1:
         fail_value(op, argument, "be at least 1", count)
@@ -126,7 +126,7 @@ def positive_int(op: str, argument: str, value: Any) -> int:
 
 
 def number(op: str, argument: str, value: Any, low: float = -math.inf) -> float:
-    """A real number of at least `low`, of Python or of a library that has its own; never NaN."""
+    """Return a real number of at least `low`, of Python or a library such as numpy; refuse NaN."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail_type(op, argument, "be a number", type_name(value))
     if math.isnan(value) or value < low:
@@ -138,7 +138,7 @@ def number(op: str, argument: str, value: Any, low: float = -math.inf) -> float:
 def one_of(
     op: str, argument: str, value: Any, choices: tuple[str, ...], advice: str | None = None
 ) -> str:
-    """One of a few words; the advice is for what is no word at all."""
+    """Return a word that is among the choices; the advice is for a value that is no string."""
     if not isinstance(value, str):
         contract = f"be one of {', '.join(map(repr, choices))}"
         fail_type(op, argument, contract, type_name(value), advice)
@@ -148,8 +148,8 @@ def one_of(
 
 
 def check_first_order(op: str) -> None:
-    """Raise in a backward pass that is to have derivatives itself, where a node has none: what
-    `once_differentiable` lets pass without a word, as gradients without a graph."""
+    """Raise in the backward of a node without second derivatives, if the pass is to be
+    differentiated. `once_differentiable` may silently return gradients without a graph."""
     if torch.is_grad_enabled():
         contract = "run without create_graph"
         advice = "The loop by hand has second derivatives, and so has accumext.rollout"
@@ -158,22 +158,22 @@ def check_first_order(op: str) -> None:
 
 
 def forward_of(module: Any) -> Any:
-    """The function that a module's forward is, by which one of torch's is known from a subclass."""
+    """Return the function behind a module's forward, which tells torch's own from an override."""
     return getattr(getattr(module, "forward", None), "__func__", None)
 
 
 def without_effect(
     op: str, argument: str, value: Any, neutral: tuple[Any, ...], used_where: str
 ) -> None:
-    """Raise for an option that asks for what a call does not do; not for its default, which comes
-    first in `neutral`, nor for what asks for just what the call does."""
+    """Raise for an option that has no effect in this call. `neutral` are the values that ask for
+    nothing else than the call does, its default first."""
     if value not in neutral:
         contract = "be None" if neutral[0] is None else f"be left at {neutral[0]!r}"
         fail_value(op, argument, f"{contract} unless {used_where}", repr(value))
 
 
 def zero_dim_loss(op: str, argument: str, loss: Any, advice: str | None = None) -> Tensor:
-    """The loss that a user's function returns, of one element and any shape, as 0-dim."""
+    """Return the loss that a user's function returned, of one element and any shape, as 0-dim."""
     if not isinstance(loss, Tensor):
         fail_type(op, argument, "return a tensor", type_name(loss), advice)
     if loss.numel() != 1:
@@ -186,7 +186,7 @@ def check_vector(
     op: str, name: str, value: Any, dtypes: tuple[torch.dtype, ...], contract: str, size: int,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Raise if a tensor has not this dtype, size or device."""
+    """Raise unless a tensor has one of these dtypes, this size and this device."""
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         fail_type(op, name, contract, type_name(value))
     if list(value.shape) != [size]:
@@ -195,14 +195,14 @@ def check_vector(
 
 
 def same_device(op: str, name: str, given: Sequence[Tensor], device: torch.device) -> None:
-    """Raise if one of the tensors is not where the head is."""
+    """Raise if one of the tensors is not on the head's device."""
     for tensor in given:
         if tensor.device != device:
             fail_value(op, name, f"be on the head's device, {device}", tensor.device)
 
 
 def users_level() -> int:
-    """The `stacklevel` of the user's line, for a warning that the caller is to give."""
+    """Return the `stacklevel` of the user's line, for a warning by the caller of this function."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and _is_ours(frame.f_globals.get("__name__", "")):
         level, frame = level + 1, frame.f_back
@@ -213,13 +213,13 @@ def _is_ours(module: str) -> bool:
     return module.split(".")[0] in ("accumext", "contextlib", "torch")
 
 
-# --- calls whose arguments have other names, or are missing --------------------------------------
+# --- calls with misnamed or missing arguments ----------------------------------------------------
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_TYPO = 0.85  # the least share of letters that a misspelt name has in common with the right one
-# Names of arguments elsewhere, and what stands for them here: the first that a function has.
+_TYPO = 0.85  # the least similarity (difflib's ratio) of a misspelt name and the right one
+# Names of arguments in other libraries, and the names here; the first that a function has is meant.
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "accum_steps": ("window",),
     "accumulate_grad_batches": ("window",),
@@ -303,7 +303,7 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     "weight": ("class_weight", "weights"),
     "y": ("targets",),
 }
-_EXPLAINED: list[Callable[..., Any]] = []  # the functions whose errors say what to type
+_EXPLAINED: list[Callable[..., Any]] = []  # the functions that `explained` has wrapped
 _PARTS = "It takes the parts of a model: model.embedding, model.cell, model.head; tbptt a whole one"
 _MISSING = {
     "feedback": f"One of {', '.join(map(repr, FEEDBACK_WORDS))}, or a bool mask [T, B]",
@@ -313,8 +313,9 @@ _MISSING = {
 
 
 def explained(function: Callable[P, R]) -> Callable[P, R]:
-    """The same function, whose errors about names of arguments say what to type. torch.compile does
-    not trace it: traced for one module, it would be used for others, whose hooks it does not see.
+    """Return the function with errors for wrong or missing arguments that say what to type.
+
+    torch.compile does not trace it: a trace for one module would ignore hooks of the next one.
     """
     _EXPLAINED.append(function)
     not_traced = not_compiled(function)
@@ -322,11 +323,11 @@ def explained(function: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            # without a compiler, whose import takes seconds, nothing traces
+            # If the compiler, whose import takes seconds, is not imported, nothing traces.
             return (not_traced if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
         except TypeError:
             sentence = _what_to_type(function, args, kwargs)
-            if sentence is None:  # from inside of the function, for one
+            if sentence is None:  # for example an error inside the function
                 raise
             raise TypeError(sentence) from None
 
@@ -340,14 +341,14 @@ def _op_of(function: Callable[..., Any]) -> str:
 def _what_to_type(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> str | None:
-    """The error of a call that does not bind; None if Python's own says all that is known."""
+    """Return the error of a call with wrong argument names; None if there is no advice to add."""
     op, parameters = _op_of(function), inspect.signature(function).parameters
     for name in kwargs:
         if name in parameters:
             continue
         near = [known for known in _ELSEWHERE.get(name, ()) if known in parameters]
         others = [_op_of(f) for f in _EXPLAINED if name in inspect.signature(f).parameters]
-        if not near and not others:  # a name of ours is no misspelt one
+        if not near and not others:  # a known name is not a misspelt one
             near = get_close_matches(name, parameters, n=1, cutoff=_TYPO)
         if not near and not others:
             return None
@@ -364,11 +365,11 @@ def _what_to_type(
     return None
 
 
-# --- the gradient operations of ops.py -----------------------------------------------------------
+# --- the gradient operations of accumext.ops -----------------------------------------------------
 
 
 def accumulate_(main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> None:
-    """The contract of `accumext.accumulate_`, but for `accumulate_memory`."""
+    """Check arguments of `accumext.accumulate_`, except memory (`accumulate_memory`)."""
     op = "accumulate_"
     tensors = _pairs(op, main_grads, grads)
     _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
@@ -377,7 +378,7 @@ def accumulate_(main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> 
 def unscale_check_clip_accumulate_(
     main_grads: Any, grads: Any, inv_scale: Any, max_norm: Any, norm_type: Any, found_inf: Any
 ) -> None:
-    """The contract of `accumext.unscale_check_clip_accumulate_`, but for `accumulate_memory`."""
+    """Check arguments of `unscale_check_clip_accumulate_`, except memory (`accumulate_memory`)."""
     op = "unscale_check_clip_accumulate_"
     tensors = _pairs(op, main_grads, grads)
     _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
@@ -386,7 +387,7 @@ def unscale_check_clip_accumulate_(
 
 
 def total_norm(grads: Any, norm_type: Any, inv_scale: Any, found_inf: Any) -> None:
-    """The contract of `accumext.total_norm`, but for `norm_memory`."""
+    """Check arguments of `accumext.total_norm`, except memory (`norm_memory`)."""
     op = "total_norm"
     tensors = _dense_floats(op, "grads", grads)
     _one_device(op, tensors | _scalars(op, "inv_scale", inv_scale, found_inf))
@@ -394,50 +395,50 @@ def total_norm(grads: Any, norm_type: Any, inv_scale: Any, found_inf: Any) -> No
 
 
 def scale_(grads: Any, factor: Any) -> None:
-    """The contract of `accumext.scale_`, but for `scale_memory`."""
+    """Check arguments of `accumext.scale_`, except memory (`scale_memory`)."""
     op = "scale_"
     tensors = _dense_floats(op, "grads", grads, written=True)
     _one_device(op, tensors | _scalars(op, "factor", factor, None))
 
 
 def copy_rounded_(targets: Any, sources: Any, seed: Any, found_inf: Any) -> None:
-    """The contract of `accumext.copy_rounded_`, but for `copy_memory`."""
+    """Check arguments of `accumext.copy_rounded_`, except memory (`copy_memory`)."""
     op = "copy_rounded_"
     tensors = _pairs(op, targets, sources, ("targets", "sources"), "target")
     _one_device(op, tensors | _seed(op, seed) | _flag(op, found_inf))
 
 
-# Checks of memory that arguments share are apart: tensors without memory, such as those that
-# torch.compile traces with, cannot tell.
+# Checks of memory that arguments share are separate functions, since they fail on tensors without
+# memory, such as those that torch.compile traces with.
 
 
 def accumulate_memory(op: str, main_grads: Any, grads: Any, inv_scale: Any, found_inf: Any) -> None:
-    """Raise if written memory is shared, but for a main gradient that is its own gradient."""
+    """Raise if written memory is shared, unless a main gradient and its gradient are one tensor."""
     named = _named("main_grads", main_grads) | _named("grads", grads)
     _apart(op, named | _scalars(op, "inv_scale", inv_scale, found_inf), ("main_grads", "found_inf"))
 
 
 def norm_memory(grads: Any, inv_scale: Any, found_inf: Any) -> None:
-    """`found_inf` shares no memory with what is read."""
+    """Raise if `found_inf`, which is written, shares memory with tensors that are read."""
     named = _named("grads", grads) | _scalars("total_norm", "inv_scale", inv_scale, found_inf)
     _apart("total_norm", named, ("found_inf",))
 
 
 def scale_memory(grads: Any, factor: Any) -> None:
-    """`factor` is not in the memory that it multiplies."""
+    """Raise if `factor` is in the memory that it multiplies."""
     if isinstance(factor, Tensor):
         _apart("scale_", _named("grads", grads) | {"factor": factor}, ("factor",))
 
 
 def copy_memory(targets: Any, sources: Any, seed: Any, found_inf: Any) -> None:
-    """Raise if written memory is shared, but for a target that is its own source."""
+    """Raise if written memory is shared, unless a target and its source are one tensor."""
     op = "copy_rounded_"
     named = _named("targets", targets) | _named("sources", sources)
     _apart(op, named | _seed(op, seed) | _flag(op, found_inf), ("targets",))
 
 
 def writable(op: str, argument: str, tensors: Any) -> None:
-    """No tensor of torch.inference_mode outside of it: autograd could not know of the write."""
+    """Raise for inference tensors outside of inference mode: autograd could not see the write."""
     if torch.is_inference_mode_enabled():
         return
     named = {argument: tensors} if isinstance(tensors, Tensor) else _named(argument, tensors or ())
@@ -454,11 +455,11 @@ def writable(op: str, argument: str, tensors: Any) -> None:
 def clip_limits(
     max_norm: Any, norm_type: Any, error_if_nonfinite: Any, foreach: Any
 ) -> tuple[float, float]:
-    """The contract of `accumext.clip_grad_norm_` but for the parameters.
+    """Check arguments of `accumext.clip_grad_norm_`, except the parameters.
 
     Returns:
-        norm type, largest norm: whatever `float` makes of them, as in torch, but for other words
-        than inf and -inf as the norm type.
+        norm type, largest norm: converted by `float`, as in torch, but strings other than "inf" and
+        "-inf" are refused.
     """
     op = "clip_grad_norm_"
     bools(op, error_if_nonfinite=error_if_nonfinite)
@@ -470,7 +471,7 @@ def clip_limits(
 
 
 def _any_number(op: str, argument: str, value: Any) -> float:
-    """Any number that `float` reads, also from a tensor of one element."""
+    """Return any number that `float` reads, also from a tensor of one element; refuse strings."""
     if isinstance(value, Tensor) and value.numel() != 1:
         fail_value(op, argument, "have one element", f"shape {list(value.shape)}")
     try:
@@ -480,7 +481,7 @@ def _any_number(op: str, argument: str, value: Any) -> float:
 
 
 def clip_grad_norm_(parameters: Any) -> None:
-    """The contract of the parameters of `accumext.clip_grad_norm_` and of their gradients."""
+    """Check the parameters of `accumext.clip_grad_norm_` and their gradients."""
     op = "clip_grad_norm_"
     for i, parameter in enumerate(parameters):
         if not isinstance(parameter, Tensor):
@@ -493,7 +494,7 @@ def clip_grad_norm_(parameters: Any) -> None:
 
 
 def broken_contract(error: Exception, *checks: Callable[[], None]) -> Exception:
-    """The exception of a failed call: that of the first check that fails, or else `error`."""
+    """Return the exception of a failed call: that of the first check that fails, else `error`."""
     try:
         for check in checks:
             check()
@@ -503,7 +504,7 @@ def broken_contract(error: Exception, *checks: Callable[[], None]) -> Exception:
 
 
 def _dense_floats(op: str, argument: str, tensors: Any, written: bool = False) -> dict[str, Tensor]:
-    """A list of dense floating-point tensors, by name."""
+    """Return a list's tensors by name; raise unless they are dense and of floating point."""
     if not isinstance(tensors, (list, tuple)):
         fail_type(op, argument, "be a list of tensors", type_name(tensors))
     named = _named(argument, tensors)
@@ -517,7 +518,7 @@ def _named(argument: str, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
 
 
 def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
-    """A dense floating-point tensor; free of overlap where it is written."""
+    """Raise unless a tensor is dense, of floating point and, if written, without overlap."""
     contract = "be a dense float16, bfloat16, float32 or float64 tensor"
     if not isinstance(tensor, Tensor):
         fail_type(op, name, contract, type_name(tensor))
@@ -534,7 +535,7 @@ def _dense_float(op: str, name: str, tensor: Any, written: bool) -> None:
 
 
 def _apart(op: str, named: dict[str, Tensor], written: tuple[str, ...]) -> None:
-    """No argument that begins with a word of `written` shares memory with another one."""
+    """Raise if an argument whose name begins with one of `written` shares memory with another."""
     names, tensors = list(named), list(named.values())
     shared = memory_overlap.sharing_pairs(tensors, [name.startswith(written) for name in names])
     for i, j in sorted(shared, key=lambda pair: (pair[1], pair[0])):
@@ -554,9 +555,9 @@ def _pairs(
     written: Any,
     read: Any,
     names: tuple[str, str] = ("main_grads", "grads"),
-    entry: str = "main gradient",  # what one of the written is called
+    entry: str = "main gradient",  # the word for an entry of `written` in an error
 ) -> dict[str, Tensor]:
-    """Tensors to write and tensors to read, one for one and of equal shapes."""
+    """Return tensors to write and to read by name; raise unless they pair with equal shapes."""
     mains = _dense_floats(op, names[0], written, written=True)
     incoming = _dense_floats(op, names[1], read)
     if len(mains) != len(incoming):
@@ -570,7 +571,7 @@ def _pairs(
 
 
 def _scalars(op: str, argument: str, factor: Any, found_inf: Any) -> dict[str, Tensor]:
-    """A factor (number or 0-dim tensor) and found_inf (0-dim float32 or None), if tensors."""
+    """Check a factor (number or 0-dim tensor) and found_inf; return tensors among them by name."""
     scalars: dict[str, Tensor] = {}
     if isinstance(factor, Tensor):
         if factor.layout != torch.strided or factor.dtype not in FLOAT_DTYPES:
@@ -588,7 +589,7 @@ def _scalars(op: str, argument: str, factor: Any, found_inf: Any) -> dict[str, T
 
 
 def _flag(op: str, found_inf: Any) -> dict[str, Tensor]:
-    """A 0-dim float32 tensor or None, by name."""
+    """Return found_inf by name; raise unless it is a 0-dim float32 tensor or None."""
     if found_inf is None:
         return {}
     if not isinstance(found_inf, Tensor) or found_inf.dtype != torch.float32:
@@ -598,7 +599,7 @@ def _flag(op: str, found_inf: Any) -> dict[str, Tensor]:
 
 
 def _seed(op: str, seed: Any) -> dict[str, Tensor]:
-    """A 0-dim int64 tensor or None, by name."""
+    """Return a seed by name; raise unless it is a 0-dim int64 tensor or None."""
     if seed is None:
         return {}
     if not isinstance(seed, Tensor) or seed.dtype != torch.int64:
@@ -614,7 +615,7 @@ def _zero_dim(op: str, argument: str, tensor: Tensor) -> None:
 
 
 def _one_device(op: str, tensors: dict[str, Tensor]) -> None:
-    """Every tensor on the device of the first."""
+    """Raise unless every tensor is on the device of the first."""
     first_name, first = next(iter(tensors.items()), ("", None))
     for name, tensor in tensors.items():
         if first is not None and tensor.device != first.device:

@@ -21,12 +21,12 @@ dtype_of = attrgetter("dtype")
 
 
 def main_dtype(parameter: Tensor) -> torch.dtype:
-    """float32 for half-precision parameters, otherwise the dtype of the parameter."""
+    """Return float32 for half-precision parameters, otherwise the dtype of the parameter."""
     return torch.float32 if parameter.dtype in HALF_DTYPES else parameter.dtype
 
 
 def main_dtypes(parameters: Sequence[Tensor]) -> list[torch.dtype]:
-    """The `main_dtype` of each."""
+    """Return the `main_dtype` of each parameter."""
     dtypes = list(map(dtype_of, parameters))
     return [torch.float32 if dtype in HALF_DTYPES else dtype for dtype in dtypes]
 
@@ -37,41 +37,41 @@ def any_half(tensors: Sequence[Tensor]) -> bool:
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """This process's part of a DTensor, in the same memory; any other tensor as it is."""
+    """Return this process's part of a DTensor, in the same memory; any other tensor as it is."""
     return local_part(tensor) if is_dtensor(tensor) else tensor
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The `local_tensor` of each."""
+    """Return the `local_tensor` of each tensor."""
     return list(map(local_tensor, tensors)) if any_dtensor(tensors) else tensors
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Tell whether the tensor is one process's view of a distributed one."""
+    """Tell whether the tensor is a DTensor, without importing its class."""
     return hasattr(tensor, "device_mesh")
 
 
 def any_dtensor(tensors: Collection[Tensor]) -> bool:
-    """Tell whether any of the tensors is."""
+    """Tell whether any of the tensors is a DTensor."""
     return any(hasattr(kind, "device_mesh") for kind in set(map(type, tensors)))
 
 
 def dense_storage(tensor: Tensor) -> Tensor:
-    """The dense real tensor that holds the numbers of a DTensor, a sparse or a complex tensor."""
+    """Return the dense real tensor with the numbers of a DTensor, sparse or complex tensor."""
     tensor = local_tensor(tensor)
     tensor = sparse_values(tensor) if tensor.is_sparse else tensor
     return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def dense_storages(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The `dense_storage` of each."""
+    """Return the `dense_storage` of each tensor."""
     return tensors if fit_one_call(tensors) else list(map(dense_storage, tensors))
 
 
 def fit_one_call(tensors: Collection[Tensor]) -> bool:
-    """Tell whether all are dense real tensors on one device, as one call of an operator takes them.
+    """Tell whether all are dense real tensors on one device, which one call of an operator takes.
 
-    Nearly all gradients are, and this finds it out without a loop in Python.
+    Nearly all gradients are, and this needs no loop in Python to tell.
     """
     return (
         set(map(type, tensors)) <= {Tensor}
@@ -82,12 +82,12 @@ def fit_one_call(tensors: Collection[Tensor]) -> bool:
 
 
 def zero_flag(device: torch.device | None) -> Tensor:
-    """A found_inf that has found nothing."""
+    """Return a new found_inf flag of 0."""
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def coalesced(grad: Any) -> Any:
-    """A gradient as norms need it: no index twice if sparse, no pending sum if a DTensor."""
+    """Return a gradient as norms need it: sparse ones coalesced, a DTensor's partial sums added."""
     if is_dtensor(grad):
         from torch.distributed.tensor import Replicate  # here, as its import takes long
 
@@ -97,12 +97,12 @@ def coalesced(grad: Any) -> Any:
 
 
 def nonfinite(grads: Sequence[Tensor]) -> list[int]:
-    """The indices of those that hold an inf or NaN. Reads the device."""
+    """Return the indices of gradients that hold an inf or NaN. Reads the device."""
     return [i for i, g in enumerate(grads) if not bool(dense_storage(g).isfinite().all())]
 
 
 def versions(tensors: Sequence[Tensor | None]) -> list[int | None]:
-    """The number of writes into each tensor, as far as autograd was told; None without a count."""
+    """Return autograd's count of writes into each tensor; None if a tensor has no count."""
     try:
         return list(map(write_count, tensors))
     except (AttributeError, RuntimeError):  # a missing tensor, or one made in inference mode

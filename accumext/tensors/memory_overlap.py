@@ -1,8 +1,8 @@
 """Elements that share memory: of one strided tensor, and of two (csrc/common/overlap.h).
 
-The answers are for what indexing, slicing, transposing and the like make of contiguous tensors. For
-other strides, as `as_strided` makes them, and for views of every nth column of a matrix whose
-number of columns n does not divide, they may be yes although no element is shared.
+The answers are exact for views that indexing, slicing, transposing and the like make of contiguous
+tensors. For other strides, as `as_strided` makes them, and for views of every nth column of a
+matrix whose number of columns n does not divide, they may be yes although no element is shared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _bytes_of = attrgetter("nbytes")
 def overlaps_itself(tensor: Tensor) -> bool:
     """Tell whether two elements may share an address.
 
-    They do not where, ordered by stride, each dimension steps over all that smaller ones reach.
+    They do not if, ordered by stride, each stride exceeds the span of all smaller dimensions.
     """
     if tensor.is_contiguous() or tensor.numel() == 0:
         return False
@@ -37,9 +37,10 @@ def overlaps_itself(tensor: Tensor) -> bool:
 def share_memory(a: Tensor, b: Tensor) -> bool:
     """Tell whether any byte may belong to an element of both; neither tensor is empty.
 
-    Wherever the dimensions are divided, the inner ones of a tensor lie within one block. The outer
-    ones of both move blocks by multiples of the greatest common divisor of their strides: the
-    tensors are apart if their blocks are, at every such multiple.
+    Divide the dimensions of each tensor into inner and outer ones. The inner ones span a block. The
+    outer ones of both tensors move blocks by multiples of the greatest common divisor of their
+    strides. If blocks do not meet at any such multiple, the tensors share nothing. Any division
+    that shows this suffices.
     """
     if b.data_ptr() < a.data_ptr():
         a, b = b, a
@@ -81,19 +82,19 @@ def any_shared(tensors: Sequence[Tensor]) -> bool:
 
 
 def _lie_apart(tensors: Sequence[Tensor]) -> bool:
-    """Tell whether all are contiguous and each ends before the next begins; no loop in Python."""
+    """Tell, without a Python loop, whether all are contiguous and each ends before the next."""
     if not tensors or not all(map(Tensor.is_contiguous, tensors)):
         return not tensors
     try:
         starts = list(map(Tensor.data_ptr, tensors))
-    except RuntimeError:  # one that does not show its memory
+    except RuntimeError:  # a tensor without an address
         return False
     begins, ends = zip(*sorted(zip(starts, map(add, starts, map(_bytes_of, tensors)), strict=True)))
     return all(map(le, ends, islice(begins, 1, None)))
 
 
 def sharing_pairs(tensors: Sequence[Tensor], written: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """Indices of every two tensors that may share memory and of which one is written."""
+    """Yield the indices of every two tensors that may share memory and of which one is written."""
     ranges = sorted(
         (begin, begin + _extent(tensor), i)
         for i, tensor in enumerate(tensors)
@@ -109,7 +110,7 @@ def sharing_pairs(tensors: Sequence[Tensor], written: Sequence[bool]) -> Iterato
 
 
 def _address(tensor: Tensor) -> int:
-    """The address of the first element; 0 for tensors that have no memory, or do not show it."""
+    """Return the address of the first element; 0 for tensors without memory or an address."""
     if tensor.layout != torch.strided:
         return 0
     try:
@@ -119,6 +120,6 @@ def _address(tensor: Tensor) -> int:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
+    """Return the number of bytes from the first element to the end of the last."""
     dims = zip(tensor.stride(), tensor.shape)
     return (sum(stride * (size - 1) for stride, size in dims) + 1) * tensor.element_size()

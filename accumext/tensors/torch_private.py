@@ -1,7 +1,7 @@
-"""The names of torch that are not public: each with what it is needed for.
+"""The private names of torch that accumext uses, each with the reason.
 
-A release of torch may change any of them, so no other file reads them.
-tests/tensors/test_torch_private.py tests those whose change no other test would notice.
+A release of torch may change any of them, so no other file reads them. If no other test would
+notice a change of one, tests/tensors/test_torch_private.py tests it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torch.utils._pytree import tree_map as tree_map
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# The imports of `tree_*`: recurrent states nest tensors in tuples, lists and dicts, and torch has
-# no public functions for that (`torch.utils.pytree` does not exist in every supported release).
+# Why `tree_*` are imported: recurrent states nest tensors in tuples, lists and dicts, for which
+# torch has no public functions (`torch.utils.pytree` does not exist in every supported release).
 
 # A range in a profile. `torch.profiler.record_function` takes 10 us, this one a tenth of that.
 record_function = _RecordFunctionFast
@@ -41,24 +41,24 @@ record_function = _RecordFunctionFast
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 
-# Tell whether a tensor is a view, as torch's own documentation has it.
+# Tells whether a tensor is a view; torch's documentation uses this private method, too.
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """The tensor that this one is a view of, or itself."""
+    """Return the tensor that this one is a view of, or itself."""
     base: Tensor | None = tensor._base
     return tensor if base is None else base
 
 
 def not_compiled(function: _F) -> _F:
-    """`torch.compiler.disable`, which would import the compiler, for seconds, with the package."""
+    """Do as `torch.compiler.disable`, which would import the compiler, for seconds, at once."""
     return cast(_F, _disable_dynamo(function))
 
 
 def not_traced(*functions: Callable[..., Any]) -> None:
-    """Keep torch.compile from tracing Python functions, at no cost per call. A hook would be traced
-    where a compiled function runs in pieces, as one that calls `nn.GRU` does."""
+    """Keep torch.compile from tracing Python functions, at no cost per call. Hooks would be traced
+    if a compiled function runs in pieces, as one that calls `nn.GRU` does."""
     compiler: Any = sys.modules.get("torch._dynamo.eval_frame")
     if compiler is not None:  # else nothing is compiled
         for function in functions:
@@ -68,22 +68,22 @@ def not_traced(*functions: Callable[..., Any]) -> None:
 # --- tensors --------------------------------------------------------------------------------------
 
 # The counter of in-place writes, with which autograd refuses a saved tensor that has changed. The
-# decoder reads parameters again in its backward pass without saving them; the wrapper sees by it
-# that a gradient was written. A tensor of inference mode has none: RuntimeError.
+# decoder needs it because it reads parameters again in its backward pass without saving them; the
+# wrapper, to see that a gradient was written. Inference tensors have none: RuntimeError.
 write_count: Callable[[Any], int] = attrgetter("_version")
 
-# Values of a sparse tensor that need not be coalesced, to be written; `values()` asks for that.
+# Writable values of a sparse tensor, coalesced or not; `values()` requires a coalesced one.
 sparse_values: Callable[[Tensor], Tensor] = methodcaller("_values")
 sparse_indices: Callable[[Tensor], Tensor] = methodcaller("_indices")
 
-# The part of a DTensor on this process in the same memory; `to_local()` makes a view of it, which
-# autograd records, and waits for collectives that are on their way.
+# The part of a DTensor on this process, in the same memory. `to_local()` returns a view that
+# autograd records, and waits for collectives that have begun.
 local_part: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 negated_view: Callable[[Tensor], Tensor] = torch._neg_view  # a view of the same memory
 zero_all_: Callable[[list[Tensor]], None] = torch._foreach_zero_  # one launch for a list
 
-# An error on a tensor's device where it is false, which the host does not wait for.
+# Raises an error on the device of a tensor that is false; the host does not wait for it.
 assert_on_device: Callable[[Tensor, str], None] = torch._assert_async
 
 # Hooks that have to see the gradient of a parameter, before and after it is accumulated.
@@ -94,7 +94,7 @@ gradient_hooks: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 
 @contextmanager
 def unhooked(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Call no hooks that see gradients of these tensors."""
+    """Remove the hooks that see gradients of these tensors, until the context ends."""
     found = [hooks for hooks, _ in map(gradient_hooks, tensors) if hooks]
     before = [hooks.copy() for hooks in found]
     try:
@@ -107,7 +107,7 @@ def unhooked(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def storage_users(storages: Iterable[torch.UntypedStorage]) -> list[int]:
-    """The number of tensors that use each storage."""
+    """Return the number of tensors that use each storage."""
     return list(map(torch._C._storage_Use_Count, map(attrgetter("_cdata"), storages)))
 
 
@@ -120,30 +120,30 @@ def backward_runs() -> bool:
 # Whether the backward pass that runs now retains its graph.
 retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
-# A number of a node of the graph: those made later in a thread have greater ones, and the nodes
-# that add to a leaf's `.grad` the greatest.
+# The number of a node of the graph: later nodes of a thread have greater numbers, and nodes that
+# add to a leaf's `.grad` the greatest.
 node_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def next_node_number() -> int:
-    """The number of the first node that autograd makes from here on, or less."""
+    """Return a number that is not greater than those of nodes that autograd makes from here on."""
     node = torch.zeros((), device="cpu", requires_grad=True).view(()).grad_fn
     return 0 if node is None else node_number(node)
 
 
 def leaf_of(node: Any) -> Tensor | None:
-    """The leaf to whose `.grad` a node adds; None for other nodes."""
+    """Return the leaf to whose `.grad` a node adds; None for other nodes."""
     leaf: Tensor | None = node.variable if type(node).__name__ == "AccumulateGrad" else None
     return leaf
 
 
 def is_since(node: Any, first: int) -> bool:
-    """Tell whether autograd has made a node, which adds to no leaf, since `next_node_number`."""
+    """Tell whether a node was made since `next_node_number` gave `first`, and adds to no leaf."""
     return node_number(node) >= first and leaf_of(node) is None
 
 
 def _reached(first: int, roots: Iterable[Tensor]) -> Iterator[Any]:
-    """The nodes of a graph made since `first`, and those of the leaves that they use, each once."""
+    """Yield the nodes of a graph made since `first`, and those of leaves they use, each once."""
     waiting, seen = [t.grad_fn for t in roots], {None}
     while waiting:
         node: Any = waiting.pop()
@@ -154,31 +154,31 @@ def _reached(first: int, roots: Iterable[Tensor]) -> Iterator[Any]:
 
 
 def nodes_since(first: int, roots: Iterable[Tensor]) -> Iterator[Any]:
-    """The nodes of a graph for which `is_since` holds, each once."""
+    """Return the nodes of a graph for which `is_since` is true, each once."""
     return (node for node in _reached(first, roots) if leaf_of(node) is None)
 
 
 def leaves_since(first: int, roots: Iterable[Tensor]) -> list[Tensor]:
-    """The leaves that the nodes made since `first` use, each once."""
+    """Return the leaves that the nodes made since `first` use, each once."""
     leaves = map(leaf_of, _reached(first, roots))
     return [leaf for leaf in leaves if leaf is not None]
 
 
 def saved_factor(node: Any) -> object:
-    """The second operand that a multiplication by a tensor has saved; None if it did not."""
+    """Return the second operand that a multiplication's node has saved; None if it has not."""
     return getattr(node, "_saved_other", None)
 
 
 # --- optimizers -----------------------------------------------------------------------------------
 
-# `torch.amp.GradScaler`: the scale on its device, None before the first loss, where the public
-# `get_scale` waits for the device; and what it knows of every optimizer, by id, until `update`.
+# `torch.amp.GradScaler`: the scale on its device, None before the first loss (the public
+# `get_scale` waits for the device); and its state of every optimizer, by id, until `update`.
 scale_tensor: Callable[[GradScaler], Tensor | None] = methodcaller("_get_scale_async")
 optimizer_states: Callable[[GradScaler], dict[int, dict[str, Any]]] = attrgetter(
     "_per_optimizer_states"
 )
 
-# Attributes that hold the hooks of an optimizer: a wrapper has those of the optimizer inside.
+# Attributes that hold the hooks of an optimizer: a wrapper uses those of the wrapped optimizer.
 HOOK_ATTRIBUTES = (
     "_optimizer_step_pre_hooks",
     "_optimizer_step_post_hooks",
@@ -188,29 +188,30 @@ HOOK_ATTRIBUTES = (
     "_optimizer_load_state_dict_post_hooks",
 )
 
-# The attribute that holds the hooks behind a step, by id, in the order in which they run. A class
-# that never calls `Optimizer.__init__`, such as PostLocalSGDOptimizer, has none, and runs none.
+# The attribute that holds the hooks after a step, by id, in the order in which they run. A class
+# that never calls `Optimizer.__init__`, such as PostLocalSGDOptimizer, lacks it and runs no hooks.
 STEP_POST_HOOKS = "_optimizer_step_post_hooks"
 
-# Where an optimizer says that its step multiplies with `grad_scale` and skips at `found_inf`:
-# GradScaler then always calls it, without unscaling.
+# The attribute by which an optimizer says that its step unscales with `grad_scale` and skips at
+# `found_inf`: GradScaler then always calls the step, without unscaling.
 TAKES_SCALE = "_step_supports_amp_scaling"
 
-# Set on the optimizer for a learning-rate scheduler, which asks whether it has stepped.
+# An attribute of an optimizer by which a learning-rate scheduler sees that it has stepped.
 HAS_STEPPED = "_opt_called"
 
-# An attribute of `step` without which `Optimizer.__init__` of a subclass wraps it with hooks.
+# An attribute of `step`: without it, `Optimizer.__init__` of a subclass wraps `step` with hooks.
 STEP_IS_WRAPPED = "hooked"
 
 
 def takes_scale(optimizer: Optimizer) -> bool:
-    """Tell whether the optimizer's step multiplies with `grad_scale` and skips at `found_inf`."""
+    """Tell whether the optimizer's step unscales with `grad_scale` and skips at `found_inf`."""
     return bool(getattr(optimizer, TAKES_SCALE, False))
 
 
 # --- operators ------------------------------------------------------------------------------------
 
-# The C++ callable of an operator overload: between the two a signal could raise an exception.
+# The C++ callable of an operator overload, without the Python call around it, in which a signal
+# could raise an exception.
 call_of_operator: Callable[[Any], Callable[..., Any]] = attrgetter("_op")
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
 _KEYS = torch._C.DispatchKey.__members__
@@ -218,32 +219,32 @@ remove_kernels: Callable[[torch.library.Library], None] = methodcaller("_destroy
 
 
 def call_default_kernel(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operator as where no kernel is registered for a device."""
+    """Run an operator as if no kernel were registered for the device."""
     return op._op_dk(_KEYS["CompositeExplicitAutograd"], *args, **kwargs)
 
 
 def compiled_kernel(op: Any, key: str) -> Callable[..., Any]:
-    """The kernel that an operator has for a dispatch key now, also where another one is registered
-    over it later."""
+    """Return the kernel that an operator has for a dispatch key, which stays callable if another
+    one is registered over it later."""
     kernel, keys = torch.library.get_kernel(op, key), torch._C.DispatchKeySet(_KEYS[key])
     return functools.partial(kernel.call_boxed, keys)
 
 
 def operator_name(op: Any) -> str:
-    """`scale_` of `accumext::scale_`."""
+    """Return the name of an operator: `scale_` of `accumext::scale_`."""
     name: str = op._schema.name
     return name.partition("::")[2]
 
 
 def operator(name: str) -> Any:
-    """The operator of a name that a library registers, such as `scale_.scalar`."""
+    """Return the operator of a name that a library registers, such as `scale_.scalar`."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.accumext, packet), overload or "default")
 
 
 # --- modules --------------------------------------------------------------------------------------
 
-# Hooks of a module whose forward the decoder computes from the weights: it cannot call them.
+# Hooks of a module. If the decoder computes its forward from the weights, it cannot call them.
 forward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
     "_forward_hooks", "_forward_pre_hooks"
 )
@@ -251,7 +252,7 @@ backward_hooks: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
     "_backward_hooks", "_backward_pre_hooks"
 )
 
-# Those registered for all modules, as by `torch.nn.modules.module.register_module_forward_hook`.
+# Hooks of all modules, as registered by `torch.nn.modules.module.register_module_forward_hook`.
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     nn.modules.module._global_forward_hooks,
     nn.modules.module._global_forward_pre_hooks,
@@ -259,8 +260,8 @@ GLOBAL_HOOKS: tuple[dict[int, Any], ...] = (
     nn.modules.module._global_backward_pre_hooks,
 )
 
-# The beginnings of the modules of hooks that need not run where the decoder computes from weights:
-# `fully_shard`'s and ours gather weights, which it does itself, and FlopCounterMode's only watch.
+# Prefixes of the Python modules of hooks that need not run if the decoder computes from weights: it
+# gathers them itself, as hooks of `fully_shard` and accumext do, and FlopCounterMode's only watch.
 _WATCHING = ("torch.distributed.fsdp.", "accumext.", "torch.utils.module_tracker")
 
 
@@ -270,29 +271,29 @@ def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
     return all(name.startswith(_WATCHING) for name in modules)
 
 
-# What `parametrize.cached()` keeps of parametrized weights, as global variables.
+# The global variables in which `parametrize.cached()` keeps parametrized weights.
 PARAMETRIZED = vars(parametrize), ["_cache", "_cache_enabled"]
 
 number_of_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
 def function_modes() -> list[Any]:
-    """The active TorchFunctionModes, the outermost first, but for ours; the default device is
-    one."""
+    """Return the active TorchFunctionModes, the outermost first, without those of accumext. The
+    default device is such a mode."""
     found = _get_current_function_mode_stack()
     return [mode for mode in found if not type(mode).__module__.startswith("accumext.")]
 
 
 def changes_functions() -> bool:
-    """Tell whether a TorchFunctionMode is active that may change what functions return; one that
-    only says where tensors are made is no such."""
+    """Tell whether a TorchFunctionMode is active that may change what functions return. A default
+    device does not count."""
     return any(not isinstance(mode, DeviceContext) for mode in function_modes())
 
 
 @contextmanager
 def under_function_modes(modes: list[Any]) -> Iterator[None]:
-    """These modes are active, and no others, and so are the functions of tensor subclasses: a
-    backward pass begins without them."""
+    """Activate these modes, and no others, and `__torch_function__` of tensor subclasses. A
+    backward pass begins without both."""
     now = [_pop_mode() for _ in range(number_of_function_modes())]
     for mode in modes:
         _push_mode(mode)
@@ -306,14 +307,14 @@ def under_function_modes(modes: list[Any]) -> Iterator[None]:
             _push_mode(mode)
 
 
-# The buffers and children of a module itself, by name, in the dicts in which it keeps them.
+# The dicts in which a module keeps its own buffers and children, by name.
 own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 own_children: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 def translated_from(module: Any) -> tuple[str, str] | None:
-    """The way in which torch has translated a module of its own, and its class, by torch.compile or
-    torch.jit: the result is of another class. None for any other object."""
+    """Return how a module of torch's own was translated, by torch.compile or torch.jit, and its
+    original class, since the result is of another class. None for any other object."""
     if isinstance(module, torch.jit.ScriptModule):
         names = module._c._type().qualified_name().split(".")  # "__torch__.torch.nn.modules...."
         return ("a scripted", names[-1]) if names[1:4] == ["torch", "nn", "modules"] else None
@@ -327,15 +328,15 @@ def translated_from(module: Any) -> tuple[str, str] | None:
 
 
 def cancel_synchronisation(replica: nn.Module) -> None:
-    """Undo what a forward pass has prepared: a backward pass that would reduce gradients, also
-    under `no_sync`, which only forward passes look at, and also that of another forward pass."""
+    """Undo the preparation of a forward pass outside `no_sync`. Only forward passes read `no_sync`,
+    so the next backward pass would reduce gradients, even that of another forward pass."""
     reducer: Any = replica.reducer
     reducer._reset_state()
 
 
 def synchronises_first_pass(replica: nn.Module) -> bool:
-    """Tell whether the next backward pass reduces gradients, even under `no_sync`: the first with a
-    static graph, or, in a release of torch, an assertion that fails there."""
+    """Tell whether the next backward pass reduces gradients even under `no_sync`, as the first with
+    a static graph does (in one release of torch, an assertion fails there instead)."""
     return bool(replica.static_graph and not replica._static_graph_delay_allreduce_enqueued)
 
 
@@ -343,7 +344,7 @@ def synchronises_first_pass(replica: nn.Module) -> bool:
 
 
 def _sharded_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """The record that `fully_shard` keeps of every parameter, and its mixed-precision policy."""
+    """Yield `fully_shard`'s record of every parameter, and its mixed-precision policy."""
     for module in model.modules():
         state = sharded_state(module)
         for group in [] if state is None else _sharded_groups(state):
@@ -352,7 +353,7 @@ def _sharded_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _sharded_groups(state: Any) -> list[Any]:
-    """The groups of parameters that are gathered together; from torch 2.15 on perhaps several."""
+    """Return the groups of parameters that are gathered together: several from torch 2.15 on."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -363,31 +364,31 @@ class Gathered(NamedTuple):
     """A parameter that `fully_shard` splits."""
 
     shard: Tensor
-    whole: Tensor | None  # what the module holds in its place while it is gathered
-    dtype: torch.dtype  # of the whole
-    grad_dtype: torch.dtype  # of its gradient, while that is not reduced
-    elements: int  # of the whole, with what fills its shards up to equal sizes
+    whole: Tensor | None  # the gathered parameter, which the module holds while it is gathered
+    dtype: torch.dtype  # of the gathered parameter
+    grad_dtype: torch.dtype  # of its unreduced gradient
+    elements: int  # of the gathered parameter, with the padding that makes shards equally large
 
 
 def gathered_parameters(model: nn.Module) -> Iterator[Gathered]:
-    """Those of a model. Where the policy has no `reduce_dtype`, torch 2.15 keeps gradients that are
-    not reduced in the parameter's own dtype, earlier releases in that of the gathered parameter."""
+    """Yield the sharded parameters of a model. Without a `reduce_dtype`, torch 2.15 keeps unreduced
+    gradients in the dtype of the shard, earlier releases in that of the gathered parameter."""
     for parameter, policy in _sharded_parameters(model):
         own = parameter.sharded_param.dtype
         dtype = policy.param_dtype or own
         unreduced = own if hasattr(parameter, "unsharded_grad_dtype") else dtype
-        whole = getattr(parameter, "_unsharded_param", None)  # there once it was gathered
-        shards = getattr(parameter.mesh_info, "shard_mesh_size", 1)  # 1 where it is replicated
+        whole = getattr(parameter, "_unsharded_param", None)  # exists once it was gathered
+        shards = getattr(parameter.mesh_info, "shard_mesh_size", 1)  # 1 if it is replicated
         elements = parameter.padded_sharded_param_size.numel() * shards
         grad_dtype = policy.reduce_dtype or unreduced
         yield Gathered(parameter.sharded_param, whole, dtype, grad_dtype, elements)
 
 
 def drop_unsharded_grads(root: Any) -> None:
-    """Have FSDP drop gradients that it has not reduced, and what an exception left of a pass."""
+    """Have FSDP drop gradients that it has not reduced, and the state that a failed pass left."""
     if is_root(root) and hasattr(root, "reset_iter_state"):  # from torch 2.13 on
         root.reset_iter_state()
-    if hasattr(root, "finalize_backward"):  # from torch 2.15 on that was all
+    if hasattr(root, "finalize_backward"):  # from torch 2.15 on `reset_iter_state` drops all
         return
     for parameter, _ in _sharded_parameters(root):
         if "unsharded_accumulated_grad" in vars(parameter):  # a property from torch 2.15 on
@@ -402,14 +403,14 @@ def drop_unsharded_grads(root: Any) -> None:
 
 
 def sharded_modules() -> list[Any]:
-    """All modules of this process that `fully_shard` was called with."""
+    """Return all modules of this process that `fully_shard` was called with."""
     states = sys.modules.get("torch.distributed._composable_state")
     found = [] if states is None else [ref() for ref in states._module_state_mapping.keyrefs()]
     return [module for module in found if sharded_state(module) is not None]
 
 
 def sharded_state(module: Any) -> Any:
-    """The state that FSDP has of a module of `fully_shard`; None for anything else."""
+    """Return FSDP's state of a module of `fully_shard`; None for any other object."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # its import takes long
     if fsdp is None or not isinstance(module, fsdp.FSDPModule):
         return None
@@ -417,25 +418,25 @@ def sharded_state(module: Any) -> Any:
 
 
 def is_root(module: nn.Module) -> bool | None:
-    """Tell whether a module of `fully_shard` is in no other; None until the first forward shows."""
+    """Tell whether a module of `fully_shard` is inside no other; None before the first forward."""
     root: bool | None = sharded_state(module)._is_root
     return root
 
 
 def sums_gradients(root: nn.Module) -> bool:
-    """Tell whether a module, by `set_gradient_divide_factor(1.0)`, averages no gradients."""
+    """Tell whether `set_gradient_divide_factor(1.0)` makes a module sum gradients."""
     states = filter(None, map(sharded_state, root.modules()))
     groups = chain.from_iterable(map(_sharded_groups, states))
     return any(group.gradient_divide_factor == 1.0 for group in groups)
 
 
-# The phases of such a state, by name. In the third one FSDP's hooks around a forward only cast, or
-# with torch 2.10 do nothing: the weights are there, and gradients are reduced later.
+# Names of phases of a state of `fully_shard`. In REPLAY_PHASE FSDP's hooks around a forward only
+# cast, or with torch 2.10 do nothing: weights are gathered, and gradients are reduced later.
 IDLE_PHASE, FORWARD_PHASE, REPLAY_PHASE = "IDLE", "FORWARD", "PRE_BACKWARD"
 
 
 def sharding_phase(state: Any) -> str:
-    """The phase of a state of `fully_shard`."""
+    """Return the phase of a state of `fully_shard`."""
     name: str = state._training_state.name
     return name
 
@@ -447,13 +448,13 @@ def set_sharding_phase(state: Any, name: str) -> None:
 
 def begin_sharded_forward(state: Any, module: nn.Module, root: Tensor) -> Tensor:
     """Do as `fully_shard` does before a forward: gather weights, and put a node after the input,
-    here the root, that reduces gradients. The root to use instead."""
+    here the root, whose backward reduces gradients. Return the root with that node."""
     (root,), _ = state._pre_forward(module, (root,), {})
     return root
 
 
 def end_sharded_forward(state: Any, module: nn.Module, outputs: list[Tensor]) -> None:
-    """Do as `fully_shard` does after a forward: hook a gathering of weights onto the outputs."""
+    """Do as `fully_shard` does after a forward: put hooks on the outputs that gather weights."""
     state._post_forward(module, (), outputs)
 
 
@@ -466,18 +467,18 @@ def is_fake(tensor: Tensor) -> bool:
 
 
 def fake_tensors() -> AbstractContextManager[Any]:
-    """Inside of it, and of `Allocations`, operators compute shapes and nothing else."""
+    """Return a context in which, inside `Allocations`, operators compute only shapes."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # takes a while to import
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class Allocations(TorchDispatchMode):
-    """Counts bytes of tensors that operators make inside of `fake_tensors`.
+    """Counts bytes of tensors that operators make inside `fake_tensors`.
 
-    Counted are storages from the operator that makes them until nothing holds them any more.
-    Autograd adds two gradients in the memory of one, unless both are views, but not of ones without
-    data: such a sum is not counted beside its parts. Nor is a stack, which nobody may want.
+    A storage counts from the operator that makes it until nothing holds it. Autograd adds two
+    gradients in the memory of one, unless both are views, but not gradients without data: so such a
+    sum does not count in addition to its parts. Nor does a stack, which may be unused.
     """
 
     def __init__(self, fake: Any) -> None:
@@ -492,8 +493,8 @@ class Allocations(TorchDispatchMode):
         if func.namespace == "prim":  # such as the question for a device
             return func(*args, **(kwargs or {}))
         self.peak = max(self.peak, self.now)
-        if func is not torch.ops.aten.lift_fresh.default:  # of a number, which is there
-            # A tensor with data among others without is taken for one of these; alone it is not.
+        if func is not torch.ops.aten.lift_fresh.default:  # its argument is a number's tensor
+            # FakeTensorMode converts a tensor with data only if other arguments have none.
             args, kwargs = tree_map(self._without_data, (args, kwargs))
         results = func(*args, **(kwargs or {}))
         if func.is_view or func._schema.is_mutable:
@@ -530,7 +531,7 @@ class Allocations(TorchDispatchMode):
 
 @functools.cache
 def cpu_multiplies_bfloat16() -> bool:
-    """Tell whether the CPU has AVX512-BF16, and may use it (ATEN_CPU_CAPABILITY):
-    `torch.backends.cpu` tells AVX-512, not this part of it."""
+    """Tell whether the CPU has AVX512-BF16, and ATEN_CPU_CAPABILITY allows it. The public
+    `torch.backends.cpu` tells of AVX-512, but not of this extension."""
     allowed = torch.backends.cpu.get_cpu_capability() == "AVX512"
     return allowed and torch.cpu._is_avx512_bf16_supported()
