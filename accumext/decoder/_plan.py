@@ -118,8 +118,7 @@ def fill_budget(
 
 
 def backward_steps(device: str, batch: int) -> int:
-    """Return the steps of torch's modules that the backward pass computes at once: CELL_ROWS rows.
-    """
+    """Return how many steps of torch's modules the backward pass takes at once: CELL_ROWS rows."""
     return -(-CELL_ROWS.get(device, CELL_ROWS["cpu"]) // max(1, batch))
 
 
