@@ -89,7 +89,7 @@ class StepsCall:
 
 @dataclass(frozen=True)
 class RnnForward:
-    """The forward pass through the cell. Its states [T + 1, B, H] are before and after each step."""
+    """The forward pass through the cell. Its states, [T + 1, B, H], begin with the initial one."""
 
     transcript: Transcript
     rnn: RnnWeights

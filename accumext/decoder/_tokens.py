@@ -38,7 +38,7 @@ class Tokens:
     shape: tuple[int, int]  # (T, B)
     steps: int  # T
     batch: int  # B
-    targets: Tensor | None  # int64 [T, B], in [0, V): 0 where not counted; None: the predictions
+    targets: Tensor | None  # int64 [T, B], in [0, V), 0 if not counted; None: the predictions
     counted: Tensor  # bool [T, B]: within the row's length and not ignored
     within_length: Tensor | None  # bool [T, B]; None without `lengths`
     eos: int | None

@@ -148,7 +148,7 @@ class _StepsOfSequences:
 
     def __call__(self, x: Tensor, state: State, *context: Tensor) -> Any:
         looks, self._looks = self._looks, False
-        # If the first step found a sequence, a replay of it must do the same: later calls watch, too.
+        # If the first step found a sequence, later calls watch, too: one may be a replay of it.
         if (looks or self._time_dim is not None) and may_be_unbatched(state, len(x)):
             try:
                 with NoBatchAsSequence(len(x)):

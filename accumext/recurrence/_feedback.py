@@ -42,7 +42,7 @@ class Feedback:
     def of(
         op: str,
         feedback: Any,
-        fed: Tensor,  # int64 [T, B]: the targets, with the token to feed where one is ignored
+        fed: Tensor,  # int64 [T, B]: the targets, with padding in place of ignored ones
         *,
         start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
         rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
