@@ -221,7 +221,7 @@ class _CrossEntropies(TorchFunctionMode):
             self.divisors.append(torch.where(counted, of_targets, 0).sum(dtype=torch.float64))
 
     def empty(self) -> Tensor | None:
-        """Return whether the slice's weight is 0 and its gradients are NaN; None: known not to be."""
+        """Return whether the weight is 0, with gradients of NaN; None: known not to be so."""
         if not (self.may_be_nan and self.divisors):
             return None
         empty = torch.stack(self.divisors).sum() == 0

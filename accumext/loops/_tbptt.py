@@ -111,7 +111,7 @@ def tbptt(
     steps (and at the end) the loss of those steps flows back (docs/decoder.md, "k1 and k2"), the
     graph is freed and the state detached: memory is needed for k2 steps only. With k1 = k2 every
     step runs once. With k1 < k2 a window starts again from the state k2 steps back, with the same
-    tokens and dropout, so that each step runs k2 / k1 times; `decode_loss` does the same for torch's
+    tokens and dropout, so that each step runs k2 / k1 times; `decode_loss` does the same for known
     cells without running the head again.
 
     Args:
