@@ -245,7 +245,7 @@ def decode_loss(
         model, tokens = call.model, call.tokens
         # Random numbers are drawn only after all checks: a call that fails one draws none.
         transcript = Transcript(call)
-        if tokens.feedback.word == "teacher":  # before the head, which may share the weight
+        if tokens.feedback.word == "teacher":  # before the head reads a shared weight
             model.table.renormalise(transcript.padded(slice(None), tokens.feedback.teacher))
         if transcript.losses.numel() == 0:
             found = _decode_nothing(transcript, return_outputs)

@@ -67,7 +67,7 @@ class EmbeddingTable:
             self.renormalised = True
 
     def discard_gradients(self) -> None:
-        """Drop the gradients that a backward pass has stored which failed midway."""
+        """Drop gradients that a failed backward pass has stored."""
         self.rows.clear()
         self.tied_gradient = None
 

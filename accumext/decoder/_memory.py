@@ -191,7 +191,7 @@ def _memory_of_rnn(call: Call, rnn: RnnWeights) -> CellMemory:
         if rnn.layers > 2:  # and, for a layer between two others, of its own inputs
             row = max(row, (units + 1) * rnn.units)
         row += rnn.units
-    elif len(spans) > 1:  # overlapping windows: d_out with zeros
+    elif len(spans) > 1:  # overlapping windows copy d_out
         row += rnn.units
     row += rnn.units * (model.output_dropout > 0)
     given = [w for w in rnn.weights if w is not None]

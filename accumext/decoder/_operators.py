@@ -255,7 +255,7 @@ def decode_steps_reference(
         if of_outputs is not None:
             x = x * of_outputs[t] * scales[2]
         named = everyone
-        if now is not None and now.device.type == "cpu":  # a GPU would be waited for
+        if now is not None and now.device.type == "cpu":  # no wait for a GPU
             named = everyone[now]
         span = slice(used, used + len(named))
         rows[span] = t * batch + named

@@ -21,7 +21,8 @@ class HeadRows(NamedTuple):
     logits: int  # of logits that exist at once, if so many hidden states are known
 
 
-# On a CPU, products of up to 32 rows of hidden states are fastest; a GPU needs hundreds of rows.
+# On a CPU, products with few columns, one per row of logits, are fast up to 32 of them. A GPU needs
+# hundreds.
 HEAD_ROWS = {"cpu": HeadRows(256, 32), "cuda": HeadRows(1024, 512)}
 
 # Steps of a callable cell that run again together in the backward pass. Longer segments save

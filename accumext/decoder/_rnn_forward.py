@@ -111,7 +111,7 @@ class RnnForward:
         if whole or tokens.eos is not None or mask is None or mask.device.type != "cpu":
             return [(0, tokens.steps, tokens.free_running)]
         predicted = [not row for row in mask[1:].all(1).tolist()]
-        predicted += predicted[-1:] or [False]  # nothing follows the last step: it joins its span
+        predicted += predicted[-1:] or [False]  # the last step feeds none: it joins a span
         changes = [t for t in range(1, tokens.steps) if predicted[t - 1] != predicted[t]]
         return [(*span, predicted[span[0]]) for span in cuts(0, tokens.steps, changes)]
 

@@ -254,9 +254,7 @@ def _check_tokens(name: str, tokens: Tensor, model: Model) -> None:
 def _state(model: Model, state: State, batch: int, batch_dim: Any, by_rows: bool) -> State:
     if state is None:
         return model.cell.initial_state(batch, model.table.weight)
-    state = map_tensors(
-        lambda leaf: leaf.detach().clone(), state
-    )  # a cell may write into it, or return it
+    state = map_tensors(lambda leaf: leaf.detach().clone(), state)  # a cell may write into it
     model.cell.check_state(OP, state, batch)
     same_device(OP, "state", tensors(state), model.device)
     if model.cell.state_shapes is None and by_rows:

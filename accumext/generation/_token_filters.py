@@ -89,7 +89,7 @@ def _fewest_by_sorting(shares: Tensor, part: float) -> Tensor:
 
 
 def _fewest_by_halving(shares: Tensor, part: float) -> Tensor:
-    """Return the mask of `fewest` for one row [V]: halve a range, and sort the shares left in it."""
+    """Return the mask of `fewest` for one row [V]: halve a range, then sort the shares in it."""
 
     def mass(threshold: float) -> float:
         return float(torch.where(shares >= threshold, shares, 0).sum(dtype=torch.float64))

@@ -447,7 +447,7 @@ def _check(
             fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
     k1 = positive_int(OP, "k1", k1)
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
-    Truncation.of(OP, k1, k2, "fixed")  # k2 is at least k1
+    Truncation.of(OP, k1, k2, "fixed")  # raises if k2 < k1
     one_of(OP, "reduction", reduction, REDUCTIONS)
     batch_dim_of(OP, batch_dim)
     steps, batch = targets.shape[:2]

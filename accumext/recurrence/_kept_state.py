@@ -355,7 +355,7 @@ def _read(place: Any) -> list[Any]:
     if isinstance(place, types.CellType):
         try:
             return [place.cell_contents]
-        except ValueError:  # nothing yet
+        except ValueError:  # an empty cell
             return []
     if isinstance(place, _Draws):
         return [place.state()]

@@ -182,14 +182,14 @@ class Replay:
         if len(fingerprints) != len(known):
             self._fail("another result")
         for tensor, now, then in zip(_dense(results), fingerprints, known, strict=True):
-            if now.device.type == "cpu" and torch.equal(now, then):  # as a rule
+            if now.device.type == "cpu" and torch.equal(now, then):  # the usual case
                 continue
             difference = (now - then).abs()
             if tensor.is_floating_point() or tensor.is_complex():
                 difference -= math.sqrt(torch.finfo(tensor.dtype).eps) * tensor.detach().norm()
             if difference.device.type != "cpu":
                 assert_on_device(~(difference > 0), self._differs("another result"))
-            elif difference > 0:  # not for NaN
+            elif difference > 0:  # false for NaN, which is no error
                 self._fail("another result")
 
     def _differs(self, got: str) -> str:

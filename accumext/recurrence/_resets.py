@@ -36,7 +36,7 @@ class Resets:
         if step not in self.steps:
             return state
         for now, first in zip(tensors(state), tensors(initial), strict=False):
-            if now.shape != first.shape:  # the initial state would need zeros, which a cell reads
+            if now.shape != first.shape:  # a shorter one would get zeros, which a cell reads
                 contract = "keep the shapes of its state where rows are reset"
                 advice = "Keep a cache as long as it gets, and how much of it each row has, [B]"
                 got = f"{list(now.shape)} after {list(first.shape)}"
