@@ -38,7 +38,7 @@ class DecodeOutput(NamedTuple):
 
     Attributes:
         loss: 0-dim, or [T, B] with `reduction="none"`; fp32, fp64 in double precision. Its backward
-            pass brings parameters, state and context their gradients.
+            pass gives parameters, state and context their gradients.
         tokens: int64 [T, B], predicted at each step, also if the target was fed.
         inputs: int64 [T, B], the tokens that were fed: passed as `inputs` with
             `feedback="teacher"`, they repeat the run. Observations are returned as they were given.
@@ -137,7 +137,7 @@ def decode_loss(
             the decoder itself emits in `steps` steps, for policy gradients and minimum risk
             training.
         state: initial state, a tensor or any nesting of tuples, lists, dicts and dataclasses; None
-            starts torch's cells at zero and is handed to a callable as it is. Gradients reach it.
+            starts torch's cells at zero, and a callable gets it as None. Gradients reach the state.
         feedback: "teacher" feeds the target, "greedy" the argmax, "sample" a sample, "scheduled"
             the target with probability `teacher_forcing`, drawn per token, and the prediction
             otherwise; a bool mask [T, B] feeds the target where it is True. Without targets it is
@@ -149,8 +149,8 @@ def decode_loss(
             `feedback="teacher"`. Gradients reach them, and those past a row's end are not read. One
             of torch's cells must have their dtype, or be called under autocast.
         teacher_forcing: only for "scheduled": the probability of feeding the target.
-        k1: steps between the ends of two windows of truncated BPTT; k2 if only that is given. Of no
-            effect when k2 is None, which a warning says.
+        k1: steps between the ends of two windows of truncated BPTT; by default k2. If k2 is None,
+            it has no effect, and there is a warning.
         k2: steps a gradient flows back from the end of a window, at least k1 (Williams & Peng 1990;
             docs/decoder.md, "k1 and k2"). With k1 = k2 the state is simply detached every k1 steps.
             None: all the way, exact BPTT.
@@ -172,8 +172,8 @@ def decode_loss(
         num_items: divisor of "mean" instead of this call's token count (or sum of class weights),
             for windows of several calls.
         temperature: only for samples: what their logits are divided by.
-        generator: source of random numbers for samples and "scheduled", and of no others; by
-            default one seeded from torch's global generator.
+        generator: source of random numbers for samples, "scheduled" and random truncation, and for
+            nothing else; by default one seeded from torch's global generator.
         context: tensors handed to the cell at every step, such as attention memory. Gradients reach
             them.
         memory_budget: bytes of the workspace, at least those of one row of logits; None chooses.
@@ -181,9 +181,9 @@ def decode_loss(
             [B, T]. The state keeps the layout of the cell, whose own `batch_first` has no effect.
         steps: T if `targets` is None.
         token_weight: float [T, B], such as an advantage: multiplies the loss of each token before
-            the reduction, and has no gradient. "mean" still divides by the number of tokens.
-            Cheaper than multiplying the losses of `reduction="none"`, for which the logits are
-            computed twice.
+            the reduction, and gets no gradient. "mean" still divides by the number of tokens. This
+            is cheaper than multiplying losses of `reduction="none"`, for which logits are computed
+            twice.
         draw: what "scheduled" and a mask feed instead of the target: "argmax" or "sample".
         embedding_dropout: probability with which an element of the cell's input is zeroed; the
             others are scaled, as by `nn.Dropout`. Off if the cell is a module in eval mode.

@@ -107,9 +107,10 @@ def chunked_loss(
             classes, `fn` uses a part of the graph of an earlier slice, such as a tensor that it
             computed once and kept.
         ValueError: a value or shape is wrong; not exactly one of `chunks` and `chunk_size` is
-            given; or `weights` are missing under "mean": `fn` has several cross entropies that do
-            not count all rows alike, or a sum of one that leaves targets out; or it has none, and
-            an integer tensor in `args` holds -100. Values on a GPU are device asserts instead.
+            given; or `weights` are missing under "mean". They are needed if `fn` calls several
+            cross entropies that do not count all rows alike, or one that is no mean and ignores
+            targets; or if it calls none, and an integer tensor in `args` holds -100. Values on a
+            GPU are device asserts instead.
         TypeError: a type is wrong.
 
     Example:

@@ -109,8 +109,8 @@ def rollout(
         resets: bool [T, B], best on the CPU: the rows whose state is set back to their initial
             state before step t. Gradients of the initial state come from there, too, with any k1
             and k2. Inputs are not changed, and no tensor of the state may grow.
-        k1: steps between the ends of two windows of truncated backpropagation; k2 if only that is
-            given. Of no effect when k2 is None, which a warning says.
+        k1: steps between the ends of two windows of truncated backpropagation; by default k2. If k2
+            is None, it has no effect, and there is a warning.
         k2: steps a gradient flows back from the end of a window (docs/decoder.md, "k1 and k2"); the
             state and the fed input are cut there. None: all the way, exact.
         truncation: "fixed" by k1 and k2; "random" cuts the gradient between any two steps, for the
