@@ -240,7 +240,7 @@ class _Rows:
         return freeze(OP, self.active[t], new, old, self.batch_dim)
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Return int64 targets [T, B] with ignored ones past the ends of rows."""
+        """Return int64 targets [T, B]: ignored past the ends of rows, 0 in steps past all ends."""
         past = torch.where(self.any[:, None], IGNORED, 0)
         return torch.where(self.active, targets, past)
 
