@@ -15,7 +15,7 @@ from accumext.recurrence import WHOLE, Truncation
 
 
 class Call(NamedTuple):
-    """The arguments of a call in frozen groups. Nothing is drawn yet."""
+    """The arguments of a call in frozen groups. No random number is drawn yet."""
 
     model: Model
     tokens: Tokens
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
 
 def call_from(given: Arguments, has_data: bool = True) -> Call:
-    """Check the arguments, whose tensors have steps first."""
+    """Check the arguments of a call, and group them. Their tensors are [T, B, ...]."""
     model = model_from(OP, given, has_data)
     tokens = tokens_from(model, given)
     objective = objective_from(tokens, model.head_weight, given)
@@ -43,7 +43,7 @@ def call_from(given: Arguments, has_data: bool = True) -> Call:
 
 
 def steps_first(given: Arguments) -> dict[str, Any]:
-    """The arguments of a call with `batch_first` as those of a call without it."""
+    """Return the arguments of a call with `batch_first` as those of a call without it."""
     turned = dict(given)
     for name in ("targets", "inputs", "feedback", "token_weight", "resets"):
         value = given[name]
@@ -55,5 +55,5 @@ def steps_first(given: Arguments) -> dict[str, Any]:
 
 
 def _soft_steps_first(value: Any) -> Any:
-    """One of the soft targets, [B, T, K], as [T, B, K]; what a head has stays as it is."""
+    """Return an entry of `soft_targets` as [T, B, K] if it is [B, T, K], and else unchanged."""
     return value.transpose(0, 1) if isinstance(value, Tensor) and value.dim() == 3 else value

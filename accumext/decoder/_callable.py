@@ -1,5 +1,6 @@
-"""The path for callable cells: autograd differentiates the steps, in segments that the backward
-pass runs again, but for the last ones, whose graph is kept; head and loss are one node after them.
+"""The path for callable cells: autograd differentiates the steps, and head and loss are one node.
+
+The backward pass runs segments of steps again, but for the last ones, whose graph is kept.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from accumext.tensors.torch_private import leaves_since, next_node_number, write
 
 
 def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decoded:
-    """Run a call whose cell is called."""
+    """Run a call of `decode_loss` whose cell is a callable."""
     model, tokens = transcript.model, transcript.tokens
     grad_enabled, device = torch.is_grad_enabled(), transcript.losses.device
     reached = [model.table.weight, *tensors(tokens.state), *parameter_tensors(model.cell)]
@@ -66,7 +67,7 @@ def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decode
         takes = HeadOfSteps(transcript, head)
     builds_graph = grad_enabled and differentiable
     steps = CallableSteps(transcript, takes, anchor, model.context, builds_graph, return_outputs)
-    del takes  # with its part of the workspace
+    del takes  # frees the workspace that it holds, once `steps` has dropped it, too
     segments, last = steps.run()
     outputs = None
     if return_outputs:
@@ -91,7 +92,7 @@ def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decode
 
 
 def _fused_head(transcript: Transcript, differentiable: bool) -> FusedCrossEntropy:
-    """The head of the call, whose gradients are formed as early as they can be."""
+    """Return the head, which forms its gradients in the forward pass if the plan says so."""
     model, plan, size = transcript.model, transcript.plan, transcript.losses.numel()
     needs = None
     if torch.is_grad_enabled() and plan.gradients_in_forward:
@@ -102,26 +103,26 @@ def _fused_head(transcript: Transcript, differentiable: bool) -> FusedCrossEntro
 
 
 class Segment(NamedTuple):
-    """The results of some steps, or of one, without the dimension n."""
+    """The results of n steps; those of a single step lack the dimension n."""
 
     hidden: Tensor  # [n, B, H]: what the head reads
-    outputs: Tensor | None  # [n, B, H] of the cell, if they are asked for and are others
+    outputs: Tensor | None  # [n, B, H] of the cell, if requested and changed by dropout
     extras: State  # tensors [n, ...]
     losses: Tensor | None  # [n, B], with a graph, of a head that is called
 
 
 def _inactive(segment: Segment, steps: int) -> Segment:
-    """The results of steps in which no row is active: zeros, without a call of the cell."""
+    """Return the results of steps without an active row: zeros, without a call of the cell."""
     zeros: Segment = map_tensors(lambda leaf: leaf.new_zeros(steps, *leaf.shape[1:]), segment)
     return zeros
 
 
 @dataclass
 class CallableSteps:
-    """Runs steps of the cell, for their outputs, states and tokens."""
+    """Runs steps of the cell for their outputs, states and predicted tokens."""
 
     transcript: Transcript
-    head: HeadOfSteps | None  # None where tokens are known, and where the head is called
+    head: HeadOfSteps | None  # None if all tokens are known, or if the head is called
     anchor: Tensor  # of the embedding's lookups
     context: tuple[Tensor, ...]
     builds_graph: bool
@@ -130,13 +131,13 @@ class CallableSteps:
 
     def __post_init__(self) -> None:
         self._first_node = next_node_number() if self.builds_graph else 0
-        # The cell's trained parameters and the other leaves in the graph of its first step, and how
-        # often each had been written when the steps began.
+        # The cell's trained parameters and the other leaves in the graph of its first step, each
+        # with its number of writes before the steps.
         self.used = [(p, write_count(p)) for p in parameter_tensors(self.transcript.model.cell)]
         self._knows_graph = False
 
     def run(self) -> tuple[list[Segment], State]:
-        """Every step of the call, and the state after them."""
+        """Run every step of the call. Return their results, and the state after them."""
         tokens, truncation = self.transcript.tokens, self.transcript.truncation
         if self.builds_graph:
             model = self.transcript.model
@@ -148,10 +149,11 @@ class CallableSteps:
         return found, detach(last) if truncation.cuts else last
 
     def _once(self, state: State) -> tuple[list[Segment], State]:
-        """Every step once.
+        """Run every step once.
 
-        The graph of the first step is measured and kept; so is that of as many of the last steps
-        as are small: the backward pass has freed it when it runs the other steps again.
+        The graph of the first step is kept, and measured. The graph of as many of the last steps
+        is kept as fits into `KEPT_GRAPH` bytes: it is used first in the backward pass, and is
+        freed before other steps run again.
         """
         plan, steps = self.transcript.plan, self.transcript.tokens.steps
         found = []
@@ -168,7 +170,7 @@ class CallableSteps:
                 graph, size = sum(sizes.values()), size_of(state)
             elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
                 if active is None and size == size_of(self.transcript.tokens.state):
-                    end = steps  # all steps will be kept, and none is left out
+                    end = steps  # the graphs of all further steps are kept, and none is skipped
                 segment, state = self.run_steps(begin, begin, end, state)
             else:
                 segment, state = self._run_segment(begin, begin, end, state)
@@ -183,10 +185,10 @@ class CallableSteps:
         return found, state
 
     def _overlapping(self, spans: list[tuple[int, int, int]]) -> tuple[list[Segment], State]:
-        """k1 < k2: the losses of each window flow back k2 steps from its end (`Truncation.spans`).
+        """Run overlapping windows, k1 < k2: gradients flow back k2 steps from each window's end.
 
-        The windows overlap, so one pass without a graph finds the tokens and the states where
-        windows begin, and each window's graph then starts from its own detached state.
+        One pass without a graph computes the tokens, and the state at the beginning of each window.
+        The graph of each window then starts from its own detached state.
         """
         transcript, tokens = self.transcript, self.transcript.tokens
         starts: dict[int, Checkpoint] = {}
@@ -195,14 +197,14 @@ class CallableSteps:
         begins = [*sorted({begin for begin, _, _ in spans}), tokens.steps]
         with torch.no_grad():
             for first, following in pairwise(begins):
-                kept = map_tensors(torch.clone, last)  # a cell may write into its own later
+                kept = map_tensors(torch.clone, last)  # the cell may write into its state later
                 starts[first] = self._replay.checkpoint(kept)
                 for begin, end in cuts(first, following, SEGMENT):
                     segment, last = self._run_segment(begin, begin, end, last)
                     known += fingerprints_of([*segment.hidden])
         found = []
         for begin, counting, end in spans:
-            # with its graph: windows from step 0 reach the encoder
+            # Not detached at step 0: the gradient of the initial state goes on to an encoder.
             state = tokens.state if begin == 0 else starts[begin].state
             with self._replay.running_from(starts[begin]):
                 segment, _ = self._run_segment(begin, counting, end, state)
@@ -210,7 +212,8 @@ class CallableSteps:
                 if segment.losses is not None:
                     losses = fingerprints_of(transcript.losses[counting:end])
                     self._replay.check_same(segment.losses, losses)
-                if spans[-1][0] > 0:  # later windows begin with what steps without a graph kept
+                # Windows after step 0 restore what the cell kept in the pass without a graph.
+                if spans[-1][0] > 0:
                     self._replay.kept.check_no_graph()
             found.append(segment)
         return found, last
@@ -218,7 +221,7 @@ class CallableSteps:
     def _run_segment(
         self, begin: int, counting: int, end: int, state: State
     ) -> tuple[Segment, State]:
-        """The results of steps [counting, end), and the state after step end - 1.
+        """Run steps [begin, end). Return the results from `counting` on, and the state at the end.
 
         The graph holds only the inputs of the segment: the backward pass runs its steps again.
         """
@@ -229,7 +232,7 @@ class CallableSteps:
         return self._replay.record(run, state, checked=_reached, start=lambda: checkpoint)
 
     def run_steps(self, begin: int, counting: int, end: int, state: State) -> tuple[Segment, State]:
-        """As `_run_segment`, with a graph that keeps everything."""
+        """Run a segment as `_run_segment` does, but with a graph that keeps every tensor."""
         steps, state = self._call_steps(begin, counting, end, state)
         hidden, outputs, extras, losses = map(list, zip(*steps, strict=True))
         segment = Segment(
@@ -270,7 +273,7 @@ class CallableSteps:
             if not graph:  # a cell may return the same memory at every step
                 output, more = output.clone(), map_tensors(torch.clone, more)
             if transcript.active is not None:
-                # later rows are written, and the graph keeps this
+                # A copy: the graph keeps it, and `active` is written at later steps.
                 active = transcript.active[step].clone()
                 new_state = freeze(OP, active, new_state, state, model.cell.batch_dim)
             state = new_state
@@ -280,7 +283,7 @@ class CallableSteps:
             if called and step >= counting:
                 losses = called_head_losses(transcript, step, hidden, step < self.known)
                 reached.append(losses)
-            elif called:  # for what it keeps and draws
+            elif called:  # only to advance what the head itself keeps and draws
                 with torch.no_grad():
                     called_logits(OP, model, hidden)
             if graph and not self._knows_graph:
@@ -300,7 +303,7 @@ class CallableSteps:
         return results, state
 
     def _before(self, step: int, state: State) -> State:
-        """The state that a step reads: its rows reset, its gradient cut off, weighted, bounded."""
+        """Return the state that a step reads: with rows reset, and with a gate on its gradient."""
         transcript, resets = self.transcript, self.transcript.tokens.resets
         batch_dim = transcript.model.cell.batch_dim
         state = transcript.gate.cut(step, state)
@@ -310,14 +313,14 @@ class CallableSteps:
         return transcript.gate.attach(step, state, batch_dim)
 
     def _call(self, x: Tensor, state: State) -> tuple[Tensor, State, State]:
-        """A step of the cell, which may not write into tensors that are read again: by a replay of
-        the step, or for rows that stay as they were."""
+        """Call the cell for one step. Raise if it writes into a tensor that is read again: by a
+        replay of the step, or by rows that keep their old state."""
         transcript, context = self.transcript, self.context
         step = transcript.model.cell.step
         stays = transcript.active is not None or transcript.tokens.resets is not None
         if not (self.builds_graph or stays):
             return step(x, state, *context)
-        if torch.is_inference_mode_enabled():  # its tensors count no writes
+        if torch.is_inference_mode_enabled():  # inference tensors do not count writes: copy them
             output, state, more = step(x, map_tensors(torch.clone, state), *context)
             return output, map_tensors(torch.clone, state), more
         given = [*tensors(state), *(context if self.builds_graph else ())]
@@ -327,7 +330,7 @@ class CallableSteps:
         return result
 
     def _choose(self, step: int, hidden: Tensor) -> None:
-        """Find the token of a step, unless a head that is called has, and what is fed after it."""
+        """Predict the token of a step, unless a called head has done so, and set the next input."""
         if self.transcript.model.called_head is None:
             self._predict(step, step + 1, hidden)
         self.known = step + 1
@@ -341,7 +344,7 @@ class CallableSteps:
 
 
 def _reached(found: tuple[Segment, State]) -> State:
-    """What a replay of steps has to come to: no extras, which may be anything."""
+    """Return the results that a replay must repeat: not the extras, which may be anything."""
     segment, last = found
     return segment.hidden, segment.losses, last
 
@@ -349,8 +352,8 @@ def _reached(found: tuple[Segment, State]) -> State:
 def segments_of(
     truncation: Truncation, steps: int, measures: bool, longest: int = SEGMENT
 ) -> list[tuple[int, int]]:
-    """The segments [begin, end) of a call. If the graph of its first step is measured, that is one
-    alone. None is in two windows."""
+    """Return the segments [begin, end) of a call, each within one window. If the graph of the first
+    step is to be measured, that step is a segment of its own."""
     period = truncation.period
     ends = () if period is None else range(period, steps, period)
     return cuts(0, steps, longest, ends, (1,) if measures else ())
@@ -360,7 +363,7 @@ class HeadLoss(torch.autograd.Function):
     """The loss as a function of the head's parameters and the cell's outputs.
 
     Its value and, as a rule, its gradients are known when it is applied. The anchor of the
-    embedding's lookups is an argument, so that its backward runs even if no gradient reaches any.
+    embedding's lookups is an argument, so that its backward runs even if no lookup has a gradient.
     """
 
     @staticmethod
@@ -395,7 +398,7 @@ class HeadLoss(torch.autograd.Function):
             )
         weight = gradients.weight if needs_weight and main is None else None
         if weight is not None and model.tied:
-            # One buffer for both: the rows of the lookups are added to the head's gradient.
+            # Tied weights share one buffer: the lookups' rows are added to the head's gradient.
             model.table.tied_gradient, weight = weight, None
         d_hiddens: list[Tensor | None] = []
         done = 0

@@ -1,6 +1,8 @@
-"""The head behind the steps of a callable cell: by its formula, for many steps at once, or called
-at every step, by the replays of steps as well, since it does more; then autograd differentiates the
-losses."""
+"""The head behind the steps of a callable cell.
+
+It is computed from its weights for many steps at once. A head that does more is called at every
+step and in replays; autograd then differentiates the losses.
+"""
 
 from __future__ import annotations
 
@@ -22,27 +24,30 @@ from accumext.tensors.checks import check_first_order, fail_type, fail_value, ty
 
 
 class HeadOfSteps:
-    """Takes outputs of the cell as they come. Tokens that the next step waits for are found at
-    once, all else of as many steps together as the workspace holds."""
+    """Computes the head from the outputs of the cell, in the order of the steps.
+
+    A token that the next step waits for is predicted at once. Losses and gradients are formed for
+    as many steps together as the workspace holds.
+    """
 
     def __init__(self, transcript: Transcript, head: FusedCrossEntropy) -> None:
         tokens, batch = transcript.tokens, transcript.tokens.batch
         self._transcript, self._head = transcript, head
-        # Where rows end, the transcript chooses among those of each step.
+        # If rows end, `Transcript.predict` passes only the active rows of each step on to the head.
         whole = transcript.active is None and head.rows >= batch
         self._finds_tokens = tokens.free_running and whole
         self._size = head.rows // batch if whole or not tokens.free_running else 1  # steps
-        self._begin = 0  # of the steps that wait
-        self._hidden: list[Tensor] = []  # of them, [n B, H] each
-        self._stats: list[Tensor] = []  # [3, B] each, if their tokens are found
-        self._exps: tuple[Tensor, ...] | None = None  # space for those of each step, [B, V]
+        self._begin = 0  # the first step whose losses are not formed yet
+        self._hidden: list[Tensor] = []  # outputs of the steps from `_begin` on, [n B, H] each
+        self._stats: list[Tensor] = []  # [3, B] of each of them, if tokens are predicted at once
+        self._exps: tuple[Tensor, ...] | None = None  # space for exponentials, [B, V] per step
         self._precision = no_autocast(transcript.losses.device)
 
     def add(self, begin: int, end: int, hidden: Tensor) -> None:
-        """Take the outputs [(end - begin) B, H] of these steps: of one, if tokens wait for it."""
+        """Take the outputs [(end - begin) B, H] of steps: of one step, if the next waits for it."""
         hidden = hidden.detach()
         if self._finds_tokens:
-            # a copy, for the cell may write what it returns again
+            # A copy: the cell may write into its output at the next step.
             hidden = hidden.to(self._head.dtype, copy=True).contiguous()
             with self._precision:
                 self._find_tokens(begin, hidden)
@@ -69,7 +74,7 @@ class HeadOfSteps:
         )  # fmt: skip
 
     def finish(self, end: int) -> None:
-        """Find what is left of the steps until `end`."""
+        """Form the losses, gradients and missing tokens of all steps before `end`."""
         begin, batch, given = self._begin, self._transcript.tokens.batch, self._hidden
         self._begin, self._hidden = end, []
         if not given:
@@ -85,7 +90,7 @@ class HeadOfSteps:
 
 
 def called_logits(op: str, model: Model, hidden: Tensor) -> Tensor:
-    """The logits [M, V] of a head that is called, in the accumulation dtype."""
+    """Return the logits [M, V] of a head that is called, in the accumulation dtype."""
     assert model.called_head is not None
     logits: Any = model.called_head(hidden)
     if not isinstance(logits, Tensor):
@@ -97,8 +102,8 @@ def called_logits(op: str, model: Model, hidden: Tensor) -> Tensor:
 
 
 def called_head_losses(transcript: Transcript, step: int, hidden: Tensor, known: bool) -> Tensor:
-    """The losses [B] of a step, with a graph, from what the head reads, [B, H]. If the token of the
-    step is not known yet, it is chosen."""
+    """Return the losses [B] of a step, with a graph, from the head's input [B, H]. Predict the
+    token of the step if it is not known yet."""
     objective, source = transcript.objective, transcript.source
     logits = called_logits(OP, transcript.model, hidden)
     with no_autocast(logits.device):
@@ -110,7 +115,8 @@ def called_head_losses(transcript: Transcript, step: int, hidden: Tensor, known:
             transcript.predicted[step] = transcript.padded(step, tokens)
         batch = len(hidden)
         rows = torch.arange(step * batch, (step + 1) * batch, device=hidden.device)
-        targets = transcript.targets[step].clone()  # of later steps, they are written yet
+        # A copy: the graph keeps it, and predictions as targets are written at later steps.
+        targets = transcript.targets[step].clone()
         losses = losses_of_logits(objective, logits, targets, rows)
         counted = transcript.counted(slice(step, step + 1))[0]
         entropies = None
@@ -126,15 +132,15 @@ def called_head_losses(transcript: Transcript, step: int, hidden: Tensor, known:
 
 
 def entropies_of(logits: Tensor) -> Tensor:
-    """The entropies of the distributions of logits [M, V]; those of -inf have no gradient."""
+    """Return the entropies of softmax(logits) [M, V]; a logit of -inf gets no gradient."""
     log_p = logits.log_softmax(1)
     p = log_p.exp()
     return -(p * log_p.masked_fill(p == 0, 0)).sum(1)
 
 
 def losses_of_logits(objective: Objective, logits: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
-    """The losses of logits [M, V] by their definition, but for the entropies; `rows` are those of
-    all T B rows."""
+    """Return the losses of logits [M, V] by their definition, without the entropy term; `rows` are
+    their positions among all T B rows."""
     weight = objective.class_weight
     losses = (1 - objective.soft_weight) * F.cross_entropy(
         logits, targets, None if weight is None else weight.to(logits.dtype), reduction="none",
@@ -157,16 +163,16 @@ def losses_of_logits(objective: Objective, logits: Tensor, targets: Tensor, rows
 
 
 def reduced(transcript: Transcript, losses: Tensor, inverse_divisor: Tensor) -> Tensor:
-    """The loss of all steps, with a graph, from their losses [T, B]."""
+    """Return the reduced loss, with a graph, from the losses [T, B] of all steps."""
     weight = transcript.objective.token_weight
-    if weight is not None:  # any, also NaN, where there is no loss
+    if weight is not None:  # the weight of a token that is not counted may be NaN
         losses = torch.where(transcript.counted(), losses * weight, 0)
     none = transcript.objective.reduction == "none"
     return losses if none else losses.sum() * inverse_divisor
 
 
 def begin_backward(saved: SavedForBackward, upstream: Tensor) -> None:
-    """Check that there may be a backward pass, and prepare what it goes through."""
+    """Check that a backward pass may run; prepare the embedding and the gate of the states."""
     check_first_order(OP)
     saved.check_unchanged()
     saved.model.table.discard_gradients()
@@ -174,7 +180,7 @@ def begin_backward(saved: SavedForBackward, upstream: Tensor) -> None:
 
 
 class BeginBackward(torch.autograd.Function):
-    """The loss itself, whose backward pass begins here, with checks and the gate of its states.
+    """The identity of the loss: its backward runs first, and calls `begin_backward`.
 
     The anchor of the embedding's lookups is an argument, as in `HeadLoss`.
     """

@@ -38,18 +38,18 @@ class DecodeOutput(NamedTuple):
 
     Attributes:
         loss: 0-dim, or [T, B] with `reduction="none"`; fp32, fp64 in double precision. Its backward
-            pass brings parameters, state and context their gradients.
-        tokens: int64 [T, B], predicted at each step, also where the target was fed.
-        inputs: int64 [T, B], the tokens really fed; replays the run with `feedback="teacher"`. Of
-            observations those that were given.
-        token_losses: [T, B], detached, 0 where ignored; fp32, fp64 in double precision.
-        state: after the last step; detached where k2 cut it.
-        lengths: int64 [B], steps until each row ended; replays a run that `eos` stopped.
+            pass gives parameters, state and context their gradients.
+        tokens: int64 [T, B], predicted at each step, also if the target was fed.
+        inputs: int64 [T, B], the tokens that were fed: passed as `inputs` with
+            `feedback="teacher"`, they repeat the run. Observations are returned as they were given.
+        token_losses: [T, B], detached, 0 for ignored tokens; fp32, fp64 in double precision.
+        state: after the last step; detached if k2 cuts gradients.
+        lengths: int64 [B], steps until each row ended: they repeat a run that `eos` stopped.
         outputs: [T, B, H] of the cell, with a graph, 0 past a row's end; None unless
             `return_outputs` asks for it.
         extras: what a callable cell returned as third value, stacked over T; else None.
-        entropies: [T, B] of each counted token's distribution, detached, 0 elsewhere; None unless
-            `entropy_weight` asks for it.
+        entropies: [T, B] of each counted token's distribution, detached, 0 for other tokens; None
+            unless `entropy_weight` asks for it.
     """
 
     loss: Tensor
@@ -117,10 +117,10 @@ def decode_loss(
     to V logits, the loss is that of `F.cross_entropy` against `targets[t]`, plus `z_loss *
     logsumexp**2` per counted token, and the next input is the target or the prediction. The logits
     of a few steps at a time are turned into gradients and overwritten. Only the cell's states and
-    outputs, T x B x H each, and the tokens grow with T. (Without a `memory_budget`, up to a
-    workspace or 16 MiB of the cell's intermediate results are kept as well.) `out.loss.backward()`
-    brings every parameter, the state and the context the gradient of plain autograd on the same
-    tokens.
+    outputs, T x B x H each, and the tokens grow with T. (Without a `memory_budget`, the cell's
+    intermediate results are kept as well, up to the size of the workspace or 16 MiB.)
+    `out.loss.backward()` gives every parameter, the state and the context the gradient that plain
+    autograd would give on the same tokens.
 
     Args:
         embedding: `nn.Embedding`, or a [V, E] tensor; None if `inputs` are observations. Embedding
@@ -128,42 +128,43 @@ def decode_loss(
             quantised weights) is called.
         cell: `nn.GRUCell`, `LSTMCell` or `RNNCell`; `nn.GRU`, `LSTM` or `RNN` with one direction,
             any layers, dropout; or any callable `(x [B, E], state, *context) -> (output [B, H],
-            state)`, which is called again in the backward pass, and writes neither into its state
+            state)`. It is called again in the backward pass, and must write neither into its state
             nor into its context. It may return a third value, any nesting of tensors such as
-            attention weights, which `out.extras` has of every step.
+            attention weights, which `out.extras` holds for every step.
         head: `nn.Linear(H, V)`, or `(weight [V, H], bias [V] or None)`; may share the embedding's
             weight.
-        targets: ints [T, B] of any dtype, as everywhere here. None: the tokens that the decoder
-            itself emits in `steps` steps, for policy gradients and minimum risk training.
+        targets: ints [T, B]; every integer dtype is taken, here and below. None: the tokens that
+            the decoder itself emits in `steps` steps, for policy gradients and minimum risk
+            training.
         state: initial state, a tensor or any nesting of tuples, lists, dicts and dataclasses; None
-            starts torch's cells at zero and is handed to a callable as it is. Gradients reach it.
+            starts torch's cells at zero, and a callable gets it as None. Gradients reach the state.
         feedback: "teacher" feeds the target, "greedy" the argmax, "sample" a sample, "scheduled"
             the target with probability `teacher_forcing`, drawn per token, and the prediction
             otherwise; a bool mask [T, B] feeds the target where it is True. Without targets it is
             "sample" or "greedy".
         start: the first input token, an int or ints [B].
-        inputs: ints [T, B], the tokens fed where a target would be; by default `start` followed by
-            `targets[:-1]`, with `embedding.padding_idx` (or 0) where that target is ignored. Or
+        inputs: ints [T, B], the tokens fed in place of targets; by default `start` followed by
+            `targets[:-1]`, with `embedding.padding_idx` (or 0) for ignored targets. Or
             observations, floating-point [T, B, E]: what the cell reads, with `embedding=None` and
             `feedback="teacher"`. Gradients reach them, and those past a row's end are not read. One
-            of torch's cells has their dtype, or reads them under autocast.
+            of torch's cells must have their dtype, or be called under autocast.
         teacher_forcing: only for "scheduled": the probability of feeding the target.
-        k1: steps between the ends of two windows of truncated BPTT; k2 if only that is given. Of no
-            effect when k2 is None, which a warning says.
+        k1: steps between the ends of two windows of truncated BPTT; by default k2. If k2 is None,
+            it has no effect, and there is a warning.
         k2: steps a gradient flows back from the end of a window, at least k1 (Williams & Peng 1990;
             docs/decoder.md, "k1 and k2"). With k1 = k2 the state is simply detached every k1 steps.
             None: all the way, exact BPTT.
         truncation: "fixed" by k1 and k2; "random" cuts each row's gradient between any two steps
-            with probability 1 / k2 and weights it by 1 / (1 - 1 / k2) where it goes on, so that its
+            with probability 1 / k2 and otherwise weights it by 1 / (1 - 1 / k2), so that its
             expectation is the exact gradient (ARTBP).
         state_grad_clip: bound on each element of the gradient that a state passes on to the step
-            before, as that of `out.loss`: a loss scale, or another upstream factor, scales the
-            bound along (not for `reduction="none"`).
-        lengths: ints [B], a tensor or a list. A row past its length keeps its state, counts
-            nowhere, and reads the padding token. With `lengths`, `eos` or `resets` a callable's
+            before. It is a bound on gradients of `out.loss`: a loss scale, or another upstream
+            factor, multiplies the bound, too (not for `reduction="none"`).
+        lengths: ints [B], a tensor or a list. A row past its length keeps its state, adds nothing
+            to the loss, and reads the padding token. With `lengths`, `eos` or `resets` a callable's
             state must be given, not None, and every tensor of it must have the batch in `batch_dim`
             (0-dim tensors belong to all rows). A tensor may grow in one other dimension, such as a
-            cache of keys [B, n, E]: a row that has ended has zeros behind its own entries.
+            cache of keys [B, n, E]: a row that has ended gets zeros behind its own entries.
         eos: a row that predicted this token stops after that step, as if its length ended there.
         ignore_index, label_smoothing, class_weight, reduction: as in `F.cross_entropy`. Class
             weights are floats [V], a tensor or a list; the reduction is "mean", "sum" or "none".
@@ -171,51 +172,53 @@ def decode_loss(
         num_items: divisor of "mean" instead of this call's token count (or sum of class weights),
             for windows of several calls.
         temperature: only for samples: what their logits are divided by.
-        generator: of samples and "scheduled"; by default one seeded from torch's global generator.
-            Nothing is drawn from it otherwise.
+        generator: source of random numbers for samples, "scheduled" and random truncation, and for
+            nothing else; by default one seeded from torch's global generator.
         context: tensors handed to the cell at every step, such as attention memory. Gradients reach
             them.
         memory_budget: bytes of the workspace, at least those of one row of logits; None chooses.
         batch_first: targets, inputs, a feedback mask, `token_weight`, `resets` and the results are
-            [B, T]. The state is as the cell has it, whose own `batch_first` has no effect.
-        steps: T where `targets` is None.
+            [B, T]. The state keeps the layout of the cell, whose own `batch_first` has no effect.
+        steps: T if `targets` is None.
         token_weight: float [T, B], such as an advantage: multiplies the loss of each token before
-            the reduction, and has no gradient. "mean" still divides by the number of tokens.
-            Cheaper than multiplying the losses of `reduction="none"`, for which the logits are
-            computed twice.
+            the reduction, and gets no gradient. "mean" still divides by the number of tokens. This
+            is cheaper than multiplying losses of `reduction="none"`, for which logits are computed
+            twice.
         draw: what "scheduled" and a mask feed instead of the target: "argmax" or "sample".
-        embedding_dropout: probability with which an element of what the cell reads is zeroed; the
-            others are scaled, as by `nn.Dropout`. Off in the eval mode of the cell (a function has
-            none).
-        output_dropout: the same of what the head reads.
-        resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
-            state again, whose gradient comes from there, too. Their inputs are not changed, and no
-            tensor of the state may grow.
-        batch_dim: where the tensors of a callable's state have the batch. None: in dimension 0, or
-            an error where another but the last may be meant, as in [layers, B, H] with B layers.
-        return_outputs: whether `out.outputs` has the outputs of the cell, before any dropout, and
-            `out.extras` carry a graph as they do.
-        soft_targets: the distributions of a teacher, for distillation: probabilities [T, B, K] of
-            the tokens in indices, ints [T, B, K], or None for all words; or a frozen head (weight
-            [V, H'], bias [V] or None, hidden [T, B, H']), whose logits are formed a few rows at a
-            time. Probabilities are those at `soft_temperature`, and need not add up to 1.
+        embedding_dropout: probability with which an element of the cell's input is zeroed; the
+            others are scaled, as by `nn.Dropout`. Off if the cell is a module in eval mode.
+        output_dropout: the same for the input of the head.
+        resets: bool [T, B], best on the CPU: the rows whose state is set back to their initial
+            state before step t. Gradients of the initial state come from there, too. The inputs of
+            these rows are not changed, and no tensor of the state may grow.
+        batch_dim: dimension of the batch in the tensors of a callable's state. None: dimension 0,
+            or an error if another but the last may be meant, as in [layers, B, H] with B layers.
+        return_outputs: whether to return the outputs of the cell, before any dropout, in
+            `out.outputs`. `out.extras` then has a graph, too.
+        soft_targets: the distributions of a teacher, for distillation: a pair of probabilities
+            [T, B, K] and the tokens that have them, ints [T, B, K] or None for all words; or a
+            frozen head (weight [V, H'], bias [V] or None, hidden [T, B, H']), whose logits are
+            formed a few rows at a time. Probabilities are those at `soft_temperature`, and need not
+            add up to 1.
         soft_weight: the loss of a counted token is (1 - soft_weight) times its cross-entropy plus
             soft_weight times `soft_temperature**2 * KL(teacher || model)`, both distributions at
             that temperature.
-        soft_temperature: what logits are divided by for that distance (Hinton et al. 2015).
+        soft_temperature: what logits are divided by for the KL divergence (Hinton et al. 2015).
         entropy_weight: minus this times the entropy of each counted token's distribution is added
             to its loss; `out.entropies` has the entropies.
 
     Returns:
-        A `DecodeOutput`. A call in which nothing counts has loss 0 and zero gradients. Ties of the
-        argmax go to the lowest index, and a row whose largest logit is infinite or NaN predicts
-        what `torch.argmax` finds, also where tokens are sampled. There are no second derivatives.
+        A `DecodeOutput`. A call in which no token counts has loss 0 and zero gradients. Ties of the
+        argmax go to the lowest index. A row whose largest logit is infinite or NaN predicts the
+        token that `torch.argmax` finds, also if tokens are sampled. There are no second
+        derivatives.
 
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
         TypeError: a type is wrong.
-        RuntimeError: a callable writes into its state or context, or into what it has returned; in
-            the backward pass, if a parameter has changed since, or with `create_graph=True`.
+        RuntimeError: a callable writes into its state, its context or an earlier result of its own;
+            in the backward pass, if a parameter has changed since the call, or with
+            `create_graph=True`.
 
     Example:
         >>> embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)
@@ -240,9 +243,9 @@ def decode_loss(
     with gathered_once(OP, cell, read=(embedding, cell, head)) as gathered:
         call = call_from(given)
         model, tokens = call.model, call.tokens
-        # Random numbers are drawn from here on: a call that fails a check draws none.
+        # Random numbers are drawn only after all checks: a call that fails one draws none.
         transcript = Transcript(call)
-        if tokens.feedback.word == "teacher":  # before the head, which may share the weight
+        if tokens.feedback.word == "teacher":  # before the head reads a shared weight
             model.table.renormalise(transcript.padded(slice(None), tokens.feedback.teacher))
         if transcript.losses.numel() == 0:
             found = _decode_nothing(transcript, return_outputs)
@@ -256,7 +259,7 @@ def decode_loss(
         if gathered is not None:
             others = tensors((found.state, outputs, found.extras))
             found = found._replace(loss=gathered.finish(found.loss, others))
-    # The backward pass reads the inputs again: the caller, who may write, gets a copy.
+    # The backward pass reads the inputs again. The caller may write into the result: it is a copy.
     fed = transcript.inputs.clone() if observed is None else observed.detach()
     out = DecodeOutput(
         found.loss, transcript.predicted, fed, transcript.losses, found.state,
@@ -266,7 +269,7 @@ def decode_loss(
 
 
 def _with_batch_first(out: DecodeOutput) -> DecodeOutput:
-    """The same results, [B, T, ...] where they are [T, B, ...]."""
+    """Return the same results, with those of shape [T, B, ...] as [B, T, ...]."""
     shape = out.tokens.shape
 
     def turned(result: Any) -> Any:
@@ -278,7 +281,7 @@ def _with_batch_first(out: DecodeOutput) -> DecodeOutput:
 
 
 def _decode_nothing(transcript: Transcript, return_outputs: bool) -> Decoded:
-    """The loss 0 where T or B is, with zero gradients for all that would have had one."""
+    """Return the results of a call in which T or B is 0: loss 0, and gradients of zeros."""
     model, losses, state = transcript.model, transcript.losses, transcript.tokens.state
     loss = losses if transcript.objective.reduction == "none" else losses.sum()
     reached = [*model.parameters(), *tensors(state), *model.context]

@@ -1,8 +1,8 @@
 """Embedding lookups, a step or a few at a time, whose weight gradient is formed once.
 
 Autograd would make a dense [V, E] gradient per lookup. Here the backward of a lookup only stores
-its rows. All lookups of a call depend on one empty tensor, the anchor, so that the engine runs the
-anchor's backward after all of theirs: it adds the stored rows in a single `index_add`.
+its rows. All lookups of a call depend on one empty tensor, the anchor. So autograd runs the
+backward of the anchor after those of all lookups: it adds the stored rows in a single `index_add`.
 """
 
 from __future__ import annotations
@@ -21,56 +21,58 @@ class EmbeddingTable:
     """The embedding of one call, and the gradient rows that its lookups have stored."""
 
     weight: Tensor  # [V, E]
-    padding_token: int = 0  # fed where there is no token to feed
+    padding_token: int = 0  # fed if there is no token to feed
     padding_idx: int | None = None
     max_norm: float | None = None
     norm_type: float = 2.0
     sparse: bool = False
-    argument: str = "embedding"  # of the call, which errors name
-    renormalised: bool = False  # whether all rows that are looked up have been, to max_norm
-    module: nn.Module | None = None  # to call; the weight then says shape, dtype and device alone
-    tied_gradient: Tensor | None = None  # [V, E]: the head's, where the head shares the weight
+    argument: str = "embedding"  # name of the argument in error messages
+    renormalised: bool = False  # all rows that will be looked up are renormalised to max_norm
+    module: nn.Module | None = None  # to call; `weight` then only has shape, dtype and device
+    tied_gradient: Tensor | None = None  # [V, E]: the head's gradient, if it shares the weight
     rows: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # (tokens [n], dx [n, E])
 
     def anchor(self) -> Tensor:
-        """The empty tensor through which the lookups of this call depend on the weight."""
+        """Return the empty tensor through which the lookups of a call depend on the weight."""
         anchor: Tensor = _Anchor.apply(self, self.weight)  # type: ignore[no-untyped-call]
         return anchor
 
     def lookups(self, anchor: Tensor, tokens: Tensor, known: bool) -> tuple[Tensor, ...]:
-        """Embedded tokens [n, B], as n tensors [B, E] that are connected to the weight through the
-        anchor, no views of each other. If the tokens are not known yet, `look_up` fills each."""
+        """Return embedded tokens [n, B] as n tensors [B, E], which depend on the weight through the
+        anchor and are no views of each other. If tokens are not known, `look_up` is to fill each.
+        """
         found: tuple[Tensor, ...] = _Lookups.apply(  # type: ignore[no-untyped-call]
             self, anchor, tokens, known
         )
         return found
 
     def call(self, tokens: Tensor) -> Tensor:
-        """Embedded tokens [B] of a step, by the module that is called. They are written later."""
+        """Return the embedded tokens [B] of a step by a call of the module. It gets a copy of the
+        tokens, for which the call may keep a graph: their memory is written later."""
         assert self.module is not None
         x: Tensor = self.module(tokens.clone())
         return x
 
     def look_up(self, tokens: Tensor, out: Tensor) -> None:
-        """Fill a tensor of `lookups` with the rows of tokens [n], unseen by autograd."""
+        """Fill a tensor of `lookups` with the rows of tokens [n], hidden from autograd."""
         weight = self.weight.detach()
         if self.max_norm is not None and not self.renormalised:
             torch.embedding_renorm_(weight, tokens.contiguous(), self.max_norm, self.norm_type)
         torch.index_select(weight, 0, tokens, out=out.data)
 
     def renormalise(self, tokens: Tensor) -> None:
-        """Do at once what lookups of these tokens, the only ones, would do to the weight."""
+        """Renormalise the rows of the weight for all tokens that will be looked up in the call."""
         if self.max_norm is not None:
             torch.embedding_renorm_(self.weight.detach(), tokens, self.max_norm, self.norm_type)
             self.renormalised = True
 
     def discard_gradients(self) -> None:
-        """Drop what a backward pass that failed midway has stored."""
+        """Drop gradients that a failed backward pass has stored."""
         self.rows.clear()
         self.tied_gradient = None
 
     def take_gradient(self) -> Tensor | None:
-        """The weight's gradient from all stored rows and the tied head, which are dropped."""
+        """Return the weight's gradient from all stored rows and the tied head, and drop these."""
         rows, self.rows = self.rows, []
         total, self.tied_gradient = self.tied_gradient, None
         if not rows:
@@ -83,7 +85,7 @@ class EmbeddingTable:
             values, shape = gradient.to(self.weight.dtype), self.weight.shape
             return torch.sparse_coo_tensor(tokens[None], values, shape, check_invariants=False)
         if total is None:
-            # fp32 sums under half-precision weights: a frequent word adds thousands of small rows
+            # fp32 sums for half-precision weights: a frequent word adds thousands of small rows
             dtype = torch.promote_types(self.weight.dtype, torch.float32)
             total = self.weight.new_zeros(self.weight.shape, dtype=dtype)
         return total.index_add_(0, tokens, gradient.to(total.dtype)).to(self.weight.dtype)
@@ -108,7 +110,7 @@ class _Lookups(torch.autograd.Function):
         ctx: Any, table: EmbeddingTable, anchor: Tensor, tokens: Tensor, known: bool
     ) -> tuple[Tensor, ...]:
         ctx.table = table
-        # Not a saved tensor: checkpointing would run the segment again to get it.
+        # Not a saved tensor: `Replay` would run the segment again to get it.
         ctx.tokens = tokens
         steps, batch = tokens.shape
         rows = table.weight.new_empty(steps * batch, table.weight.shape[1])

@@ -1,4 +1,4 @@
-"""The output layer and its cross-entropy, fused: losses, tokens and gradients without all logits.
+"""The output layer and its cross-entropy, fused: the logits of all rows never exist at once.
 
 For a row with hidden h, logits z = W h + b, m = max z, E = exp(z - m), S = sum E, lse = m + log S,
 target y, weights w (1 without `class_weight`), smoothing eps and z-loss coefficient zl, the loss
@@ -31,7 +31,7 @@ from accumext.decoder._precision import Dtypes
 
 
 class NeedsGrad(NamedTuple):
-    """The gradients that a pass through the head is to form."""
+    """Which gradients a pass through the head is to form."""
 
     hidden: bool
     weight: bool
@@ -47,7 +47,7 @@ class HeadGradients:
     bias: Tensor | None  # [V]
 
     def scale(self, factor: Tensor) -> None:
-        """Multiply by a 0-dim factor, in place; nothing is written where it is 1."""
+        """Multiply by a 0-dim factor, in place; nothing is written if it is 1."""
         given = [self.hidden]
         if self.weight is not None:
             given.append(self.weight)
@@ -56,23 +56,23 @@ class HeadGradients:
         torch.ops.accumext.scale_(given, factor)
 
     def clone(self) -> HeadGradients:
-        """The same gradients in other memory."""
+        """Return a copy of the gradients."""
         given = (self.hidden, self.weight, self.bias)
         hidden, weight, bias = (None if g is None else g.clone() for g in given)
         assert hidden is not None
         return HeadGradients(hidden, weight, bias)
 
     def bias_like(self, parameter: Tensor | None) -> Tensor | None:
-        """The bias's gradient in the dtype of its parameter."""
+        """Return the bias's gradient in the dtype of its parameter."""
         return None if self.bias is None or parameter is None else self.bias.to(parameter.dtype)
 
 
 class Found(NamedTuple):
-    """Results of rows of the head."""
+    """Results of M rows of the head."""
 
     tokens: Tensor  # int64 [M]
-    losses: Tensor  # [M], unscaled; 0 where not counted
-    entropies: Tensor | None = None  # [M], of a loss of whole distributions
+    losses: Tensor  # [M], unscaled; 0 if not counted
+    entropies: Tensor | None = None  # [M], only for a loss of whole distributions
 
 
 class _Rows(NamedTuple):
@@ -106,7 +106,7 @@ class FusedCrossEntropy:
         self.weight, self.bias = rounded_head(weight, model.head_bias, dtypes)
         self._objective, self._z_loss = objective, objective.z_loss
         self.of_distributions = objective.of_distributions
-        # Shares of the cross-entropy and, of each word, of the smoothed one.
+        # Weights of the target's cross-entropy, and of each word's in label smoothing.
         hard = 1 - objective.soft_weight
         self._hard = hard * (1 - objective.label_smoothing)
         self._uniform = hard * objective.label_smoothing / vocabulary
@@ -117,13 +117,13 @@ class FusedCrossEntropy:
             self._colsum, self._bias_dot, self._weight_sum = self._smoothing_terms()
 
         new = weight.new_empty
-        self._exps: Tensor | None = None  # [V, rows]: rows next to each other, as products want it
+        self._exps: Tensor | None = None  # [V, rows]: this layout makes matrix products fast
         self._pending: list[_Rows] = []
         self._filled = 0  # rows in the workspace
         self._smoothed = new(hidden, dtype=self.dtype).zero_()  # sum of q h, [H]
         self._smoothed_bias = new((), dtype=self.dtype).zero_()
         self._gradients: HeadGradients | None = None
-        self._weight_written = main_grad is not None  # whether its gradient holds sums
+        self._weight_written = main_grad is not None  # the weight's gradient holds sums to add to
         if needs is not None:
             d_weight = main_grad
             if needs.weight and d_weight is None:
@@ -137,9 +137,9 @@ class FusedCrossEntropy:
             )
 
     def workspace_slice(self, rows: int) -> Tensor | None:
-        """Memory for the exponentials of the next `rows` rows, [rows, V]; None if not wanted.
+        """Return memory for the exponentials of the next `rows` rows, [rows, V].
 
-        Gradients are formed first if there is no space left.
+        Gradients are formed first if there is no space left. None if no gradients are to be formed.
         """
         if self._exps is None:
             return None
@@ -157,12 +157,12 @@ class FusedCrossEntropy:
         uniforms: Tensor | None = None,  # fp64 [M], to sample with
         temperature: float = 1.0,  # of samples
     ) -> Found:
-        """Put further rows through the head."""
+        """Compute tokens and losses of M more rows, and keep what their gradients need."""
         hidden = hidden.detach().to(self.dtype)
         if not self.of_distributions:
             return self._pass(hidden, targets, counted, index, upstream, uniforms, temperature)
         if targets is None or uniforms is not None:
-            # Samples, or tokens that the losses are of: those of all rows come first.
+            # Tokens of all rows come first: samples are drawn, or are the targets of the losses.
             tokens = self._pass(hidden, None, None, index, None, uniforms, temperature).tokens
             known = tokens if targets is None else targets
             return self.known(hidden, known, counted, index, upstream)._replace(tokens=tokens)
@@ -177,9 +177,9 @@ class FusedCrossEntropy:
         self, hidden: Tensor, targets: Tensor, counted: Tensor, index: Tensor,
         upstream: Tensor | None,
     ) -> Found:  # fmt: skip
-        """As `forward`, of a loss of whole distributions: tokens are those of counted rows alone.
+        """Compute a loss of whole distributions as `forward` does, but tokens of counted rows only.
 
-        Other rows cost nothing, but on a GPU, where the host would have to wait for their number.
+        Other rows are skipped on a CPU. On a GPU the host would have to wait for their number.
         """
         if counted.device.type != "cpu":
             return self._differentiate(hidden, targets, counted, index, upstream)
@@ -199,7 +199,7 @@ class FusedCrossEntropy:
         self, hidden: Tensor, targets: Tensor | None, counted: Tensor | None, index: Tensor,
         upstream: Tensor | None, uniforms: Tensor | None, temperature: float,
     ) -> Found:  # fmt: skip
-        """As `forward`, of the cross-entropy; `counted` is None: of the tokens alone."""
+        """Compute the cross-entropy as `forward` does; with `counted` None, only the tokens."""
         tokens = torch.empty_like(index)
         losses = hidden.new_zeros(len(hidden))
         for start in range(0, len(hidden), self.rows):
@@ -230,7 +230,7 @@ class FusedCrossEntropy:
         upstream: Tensor | None,
         stats: Tensor,  # [3, M]: largest logit, sum of exponentials, logit of the target
     ) -> Tensor:
-        """Losses [M] of rows whose exponentials are in `workspace_slice(M)`, from their stats."""
+        """Return the losses [M] of rows whose exponentials are in `workspace_slice(M)`."""
         peak, total, target_logit = stats
         lse = peak + total.log()
         hit, share = self._coefficients(targets)
@@ -250,13 +250,14 @@ class FusedCrossEntropy:
         self, hidden: Tensor, targets: Tensor, counted: Tensor, index: Tensor,
         upstream: Tensor | None,
     ) -> Found:  # fmt: skip
-        """Losses of whole distributions: in place of E the workspace has their gradient by the
-        logits, but for the terms in t and q, and r is the upstream factor."""
+        """Compute losses of whole distributions. The workspace holds their gradients with respect
+        to the logits in place of E, without the terms in t and q, and r is the upstream factor."""
         objective, temperature = self._objective, self._objective.soft_temperature
         scale = objective.soft_weight * temperature
         tokens = torch.empty_like(index)
         losses, entropies = hidden.new_empty(2, len(hidden))
-        # Of all words, no more probabilities are copied at once than there are logits.
+        # If there is a probability of every word, no more rows of them are copied at once than
+        # rows of logits exist.
         all_words = objective.soft is not None and objective.soft.of_all_words
         size = min(self.rows, self.logit_rows) if all_words else self.rows
         for start in range(0, len(hidden), size):
@@ -286,8 +287,7 @@ class FusedCrossEntropy:
         return Found(tokens, losses, entropies)
 
     def _coefficients(self, targets: Tensor) -> tuple[Tensor | float, Tensor | float]:
-        """s of the rows' targets, and the factor of their logsumexp in the loss, without the
-        z-loss."""
+        """Return s of the rows' targets, and the factor of lse in the loss without the z-loss."""
         weights = self._class_weight
         hit = self._hard if weights is None else self._hard * weights[targets]
         return hit, hit + self._uniform * self._weight_sum if self._uniform > 0 else hit
@@ -295,7 +295,7 @@ class FusedCrossEntropy:
     def _cross_entropy(
         self, hidden: Tensor, hit: Tensor | float, lse: Tensor, target_logit: Tensor
     ) -> Tensor:
-        """L of rows."""
+        """Return L of each row, without the terms of whole distributions."""
         loss = hit * (lse - target_logit)
         if self._uniform > 0:
             rounded = hidden.to(self.weight.dtype).to(self.dtype)  # as for the logits
@@ -307,7 +307,7 @@ class FusedCrossEntropy:
         return loss
 
     def finish(self) -> HeadGradients | None:
-        """The gradients of all rows; frees the workspace."""
+        """Return the gradients of all rows, and free the workspace."""
         self._form_gradients()
         self._exps = None
         if self._gradients is None:
@@ -326,7 +326,7 @@ class FusedCrossEntropy:
         return self._gradients
 
     def _smoothing_terms(self) -> tuple[Tensor, Tensor | float, Tensor | float]:
-        """W^T w, w.b and sum(w)."""
+        """Return W^T w, w.b and sum(w)."""
         weights = self._class_weight
         if weights is None:
             bias_dot = 0.0 if self.bias is None else self.bias.sum()
@@ -337,13 +337,13 @@ class FusedCrossEntropy:
         return colsum, bias_dot, weights.sum()
 
     def _product(self, left: Tensor, right: Tensor) -> Tensor:
-        """left @ right in the accumulation dtype."""
+        """Return left @ right in the accumulation dtype."""
         sums = left.new_empty(left.shape[0], right.shape[1], dtype=self.dtype)
         _operators.add_matmul(sums, left, right, True)
         return sums
 
     def _form_gradients(self) -> None:
-        """Add the gradients of the rows in the workspace, which is then empty."""
+        """Add the gradients of the rows in the workspace, and empty it."""
         if self._gradients is None or self._exps is None or self._filled == 0:
             return
         exps = self._exps[:, : self._filled]  # [V, M]
@@ -377,8 +377,8 @@ class FusedCrossEntropy:
 def rounded_head(
     weight: Tensor, bias: Tensor | None, dtypes: Dtypes
 ) -> tuple[Tensor, Tensor | None]:
-    """The head as the operators take it: the weight [V, H] in the dtype of products, its rows
-    dense, and the bias [V] in that of sums."""
+    """Return the head for the operators: the weight [V, H] in the dtype of products, with dense
+    rows, and the bias [V] in the dtype of sums."""
     weight = weight.detach()
     if weight.dtype != dtypes.product or weight.stride(1) != 1:
         weight = new_buffer(weight, *weight.shape, dtype=dtypes.product).copy_(weight)
@@ -386,7 +386,7 @@ def rounded_head(
 
 
 def new_buffer(like: Tensor, *shape: int, dtype: torch.dtype) -> Tensor:
-    """An uninitialised tensor of the size of a head or of a workspace."""
+    """Return an uninitialised tensor, on large pages: heads and workspaces are many megabytes."""
     buffer = like.new_empty(shape, dtype=dtype)
     _operators.large_pages(buffer)
     return buffer

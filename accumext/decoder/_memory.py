@@ -1,6 +1,6 @@
-"""The peak memory that `decode_memory` predicts.
+"""`decode_memory`: a prediction of the peak memory of `decode_loss`.
 
-A callable cell's part of it is measured: a segment of its steps and their backward pass run on
+The memory of a callable cell is measured: a segment of its steps and their backward pass run on
 tensors without data.
 """
 
@@ -55,27 +55,27 @@ from accumext.tensors.torch_private import (
 # Rows whose known inputs torch's modules multiply at once.
 INPUT_ROWS = {"cpu": 512, "cuda": 2048}
 
-# Units that the backward pass of torch's modules has per row: the products of the gates and the
-# numbers computed from them, unless these are kept, then their gradients.
+# Units per row, [rows, H] each, in the backward pass of torch's modules: gradients alone if the
+# forward pass has kept pre-activations, and else the gates' products and pre-activations as well.
 BACKWARD_UNITS = {GRU: 10, LSTM: 8, RNN_TANH: 1, RNN_RELU: 1}
 GRADIENT_UNITS = {GRU: 6, LSTM: 4, RNN_TANH: 1, RNN_RELU: 1}
 
-# A cell that does not run without data is taken to be a GRU as torch builds it: tensors of [B, H]
-# that the graph of one step keeps, as measured; and its gates, where its weights are not known.
+# A cell that does not run without data is counted as a GRU in plain PyTorch: the number of [B, H]
+# tensors that the graph of one step keeps, as measured, and of gates if its weights are not known.
 GRAPH, GATES = 10, 3
 
 
 @explained
 @with_parameters_of(decode_loss)
 def decode_memory(given: dict[str, Any]) -> int:
-    """The peak memory that `decode_loss` with these arguments and its backward pass would add.
+    """Return the peak memory that `decode_loss` with these arguments and its backward would add.
 
     Counts the gradients of the parameters, not the parameters. Only shapes and dtypes matter, so
     tensors and modules may be on the meta device; the prediction is then for a CPU. A callable cell
     is called on tensors without data, for at most 16 steps. Nothing is computed or drawn, and the
-    modules that it names keep their buffers and attributes; other side effects, such as counting
-    calls in a list of yours, do happen. A cell that asks for values of tensors is counted as a GRU
-    with the cell's weights. A growing state is assumed to grow in every step as in the second.
+    modules that it uses keep their buffers and attributes; other side effects, such as writing to
+    a file, do happen. A cell that asks for values of tensors is counted as a GRU with the cell's
+    weights. A growing state is assumed to grow in every step as in the second.
 
     Args:
         targets: as in `decode_loss`, or only their shape: (T, B), and (B, T) with `batch_first`.
@@ -125,19 +125,19 @@ def decode_memory(given: dict[str, Any]) -> int:
 
 
 class CellMemory(NamedTuple):
-    """Bytes of the cell and the embedding."""
+    """Bytes that the cell and the embedding take."""
 
-    states: int  # from the pass forward until the end
-    kept: int  # of the graph, at the end of the pass forward
-    backward: int  # of the pass back, beside the states and the head's gradients
+    states: int  # from the forward pass until the end
+    kept: int  # of the graph, at the end of the forward pass
+    backward: int  # in the backward pass, in addition to the states and the head's gradients
 
 
 def predicted_peak(call: Call) -> int:
-    """Bytes that a call and its backward pass have at once, gradients of the parameters included.
+    """Return the peak bytes of a call and its backward pass, with gradients of the parameters.
 
-    Three moments can be the highest: the end of the head's pass, with the workspace; the pass
-    through the cell; and the embedding's gradient at the end. Main gradients that take the place of
-    the parameters' gradients are counted as such.
+    Memory can be highest at three moments: at the end of the head's pass, with the workspace; in
+    the pass through the cell; and at the end, with the embedding's gradient. Main gradients that
+    take the place of the parameters' gradients are counted as such.
     """
     model, tokens, plan = call.model, call.tokens, call.plan
     weight, product = model.head_weight, model.dtypes.product
@@ -149,28 +149,29 @@ def predicted_peak(call: Call) -> int:
 
     casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
     workspace = vocabulary * plan.rows * model.dtypes.exps.itemsize
-    soft = call.objective.soft  # beside the logits are a teacher's, or its probabilities
+    # Soft targets of all words add a teacher's logits, or its probabilities, to the logits.
+    soft = call.objective.soft
     logits = 1 if soft is None or soft.indices is not None else 2
     passing = logits * vocabulary * plan.logit_rows * size + 3 * plan.rows * hidden * size
-    # Outputs, and the weight's rows of the targets, before or after they are converted.
+    # The cell's outputs, and the weight's rows of the targets, in the dtype of products as well.
     passing += 2 * plan.rows * hidden * product.itemsize * (product.itemsize < size)
     if model.rnn is not None and not tokens.free_running:
         passing += count * (8 + size)  # indices; losses
         passing = max(passing, _input_products(call, model.rnn, size))
     returned = count * hidden * size * call.return_outputs
     forward = casts + workspace + passing + cell.kept
-    forward += returned * (model.rnn is None)  # torch's modules copy them afterwards
+    forward += returned * (model.rnn is None)  # for torch's modules they are copied afterwards
     token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
     return token_buffers + head + cell.states + max(forward, returned + cell.backward)
 
 
 def _memory_of_rnn(call: Call, rnn: RnnWeights) -> CellMemory:
-    """The states and what else both passes read; of the pass back the largest piece of steps, or
-    the gradients in half precision at its end."""
+    """Return the memory of torch's modules. That of the backward pass is the larger of its largest
+    piece of steps and of the gradients in half precision at its end."""
     model, tokens, size = call.model, call.tokens, call.model.dtypes.accumulation.itemsize
     width = model.table.weight.shape[1]
     state = rnn.state_parts * rnn.layers * tokens.batch * rnn.units * size
-    states = state * (tokens.steps + 3)  # before and after every step; the given and the last one
+    states = state * (tokens.steps + 3)  # T + 1, the given one and the one returned
     between = (rnn.layers - 1) * rnn.units * (rnn.dropout > 0)
     around = width * (model.embedding_dropout > 0)
     around += rnn.units * (model.output_dropout > 0)
@@ -180,17 +181,17 @@ def _memory_of_rnn(call: Call, rnn: RnnWeights) -> CellMemory:
     kept = call.plan.pre_activation_bytes
     units = (GRADIENT_UNITS if kept else BACKWARD_UNITS)[rnn.kind]
     operands = model.dtypes.cell  # of the products
-    rounded = 0  # beside the gradients, after the rest: what a weight's gradient is a product of
+    rounded = 0  # elements per row of half-precision operands of the weights' gradients
     if operands.itemsize < size:
         rounded = (rnn.gates * rnn.units + max(rnn.units, width)) * operands.itemsize // size
     row = max(units * rnn.units, GRADIENT_UNITS[rnn.kind] * rnn.units + rounded) + width
-    if model.embedding_dropout > 0:  # the gradient of what was read, the mask, their product
+    if model.embedding_dropout > 0:  # the gradient of the cell's input, the mask, their product
         row = max(row, rnn.gates * rnn.units + 3 * width)
-    if rnn.layers > 1:  # the layer above has left the gradient of its inputs
-        if rnn.layers > 2:  # and one between two others makes that of its own
+    if rnn.layers > 1:  # the gradient of the inputs of the layer above
+        if rnn.layers > 2:  # and, for a layer between two others, of its own inputs
             row = max(row, (units + 1) * rnn.units)
         row += rnn.units
-    elif len(spans) > 1:  # overlapping windows: d_out with zeros
+    elif len(spans) > 1:  # overlapping windows copy d_out
         row += rnn.units
     row += rnn.units * (model.output_dropout > 0)
     given = [w for w in rnn.weights if w is not None]
@@ -198,8 +199,9 @@ def _memory_of_rnn(call: Call, rnn: RnnWeights) -> CellMemory:
     cast = [w for w in given if w.dim() == 2 and w.dtype != operands]
     casts = sum(w.numel() for w in cast) * operands.itemsize
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
-    transposed *= model.device.type not in HANDED_OUT  # a CPU's kernels take a weight as it lies
-    left = gradients + transposed + 2 * state  # whose gradient is that of a window and the sum
+    transposed *= model.device.type not in HANDED_OUT  # kernels of a CPU need no transposed copy
+    # Two gradients of the state: that of a window, and the sum over windows.
+    left = gradients + transposed + 2 * state
     trained, rounded_size = _table_size(model), model.head_weight.element_size()
     final = model.head_weight.numel() * model.head_weight.requires_grad + trained
     final = (final * rounded_size + sum(w.nbytes for w in given)) * (rounded_size < size)
@@ -208,12 +210,12 @@ def _memory_of_rnn(call: Call, rnn: RnnWeights) -> CellMemory:
 
 
 def _table_size(model: Model) -> int:
-    """Elements of the embedding's gradient, unless it is the head's, too."""
+    """Return the elements of the embedding's gradient; 0 if it shares that of the head."""
     return model.table.weight.numel() * (model.table.weight.requires_grad and not model.tied)
 
 
 def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
-    """Bytes that the forward pass through the layers has at once where the inputs are known."""
+    """Return the peak bytes of the forward pass through the layers if the inputs are known."""
     model, tokens = call.model, call.tokens
     rows = INPUT_ROWS.get(model.device.type, INPUT_ROWS["cpu"])
     steps = min(tokens.steps, max(1, rows // max(1, tokens.batch)))
@@ -225,25 +227,25 @@ def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
 
 
 class SegmentMemory(NamedTuple):
-    """Bytes of the steps of a callable cell whose graph exists at once."""
+    """Bytes of a segment of a callable cell: the steps whose graph exists at once."""
 
-    alone: int  # their graph and backward pass, with the gradients of parameters and context
-    gradients: int  # of parameters and context, that are left
-    state: int  # after them
-    graph: int  # of a step
+    alone: int  # the graph and its backward pass, with the gradients of parameters and context
+    gradients: int  # of parameters and context, which remain after the backward pass
+    state: int  # after the segment
+    graph: int  # of one step
 
 
 def _memory_of_callable(call: Call) -> CellMemory:
-    """The states between segments; of the pass back the largest segment, or the join of all rows
-    that were looked up."""
+    """Return the memory of a callable cell: the states between segments, and the backward pass of
+    the largest segment or the concatenation of all embedding rows, whichever is more."""
     model, tokens, longest = call.model, call.tokens, longest_segment(call)
     table, size = model.table.weight, model.dtypes.accumulation.itemsize
     first, last = segment_memory(call, longest)
-    # The call counts what the graph of its first step saves: not the embeddings that it reads.
+    # The call measures the graph of its first step without the embeddings that the step reads.
     read = tokens.batch * table.shape[1] * table.element_size()
     growth = (last.state - first.state) // max(1, tokens.steps - 1)
     steps = kept_steps(call, first.graph - read, growth)
-    # of the steps that are kept, on average
+    # The average over the steps whose graph is kept.
     graph = last.graph - (last.graph - first.graph) * steps // max(1, 2 * tokens.steps)
 
     hidden = tokens.steps * tokens.batch * model.head_weight.shape[1]
@@ -251,10 +253,10 @@ def _memory_of_callable(call: Call) -> CellMemory:
     between = (first.state + last.state) // 2 * ((tokens.steps - 1) // longest)
     spans = call.truncation.spans(tokens.steps)
     lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
-    looked_up = table.shape[1] * table.element_size() * table.requires_grad  # and the gradient
-    # The pass back begins and ends with a segment; then all rows looked up are joined.
+    looked_up = table.shape[1] * table.element_size() * table.requires_grad  # bytes per lookup
+    # The backward pass begins and ends with a segment; then the rows of all lookups are joined.
     others = (lookups - longest * tokens.batch) * looked_up
-    # Of the graph that is kept, the last segment is one, unless it is the first step alone.
+    # The last segment is part of the kept graph, unless only the first step's is kept.
     kept = graph * steps
     begin = between + last.alone + max(0, kept - graph * longest if steps > 1 else kept)
     end = others + last.alone + graph * (steps > 0)
@@ -264,7 +266,7 @@ def _memory_of_callable(call: Call) -> CellMemory:
 
 
 def longest_segment(call: Call) -> int:
-    """Steps of a callable cell whose graph exists at once, at most."""
+    """Return the largest number of steps of a callable cell whose graph exists at once."""
     steps, period = call.tokens.steps, call.truncation.period
     spans = call.truncation.spans(steps)
     if len(spans) > 1:
@@ -273,8 +275,8 @@ def longest_segment(call: Call) -> int:
 
 
 def kept_steps(call: Call, graph: int, growth: int) -> int:
-    """Steps whose graph the path for callables keeps, by the bytes of the first one's and those
-    that each adds to the state: see `CallableSteps`."""
+    """Return the number of steps whose graph `CallableSteps` keeps. It depends on the bytes of the
+    first step's graph, and on those that each step adds to the state."""
     steps = call.tokens.steps
     if call.plan.bounded or len(call.truncation.spans(steps)) > 1:
         return 0
@@ -286,22 +288,22 @@ def kept_steps(call: Call, graph: int, growth: int) -> int:
 
 
 def segment_memory(call: Call, longest: int) -> tuple[SegmentMemory, SegmentMemory]:
-    """The memory of the first segment of this call, and of the last one, whose state may be larger.
+    """Return the memory of the first segment and of the last one, whose state may be larger.
 
-    Nothing is computed, drawn or written: what the cell keeps is put back.
+    Nothing is computed or drawn, and what the cell keeps is put back.
     """
     cell = KeptState(OP, "cell", (call.model.cell.step,))
     before = cell.save(graphs=True)
-    torch.clear_autocast_cache()  # of weights that autocast has rounded: none of these here
+    torch.clear_autocast_cache()  # or tensors without data would be mixed with rounded weights
     try:
         with fake_tensors() as fake, torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the call itself will warn
             state = _grown(call, fake, call.tokens.steps - longest)
             late = call._replace(tokens=replace(call.tokens, state=state))
-            # Two steps at least, of which the second adds to the gradients of the first.
+            # At least two steps, for the second step's gradients are added to the first step's.
             last = _measured(late, fake, max(longest, min(2, call.tokens.steps)))
             return last if state is call.tokens.state else _measured(call, fake, 1), last
-    except Exception:  # whatever a cell raises that asks for values
+    except Exception:  # a cell that asks for values of tensors may raise anything
         return (_like_gru(call, longest),) * 2
     finally:
         cell.restore(before)
@@ -310,7 +312,7 @@ def segment_memory(call: Call, longest: int) -> tuple[SegmentMemory, SegmentMemo
 
 
 def _like_gru(call: Call, longest: int) -> SegmentMemory:
-    """As `_measured`, of a GRU."""
+    """Return what `_measured` returns, computed for a GRU."""
     model, batch = call.model, call.tokens.batch
     size = model.dtypes.accumulation.itemsize
     hidden, width = model.head_weight.shape[1], model.table.weight.shape[1]
@@ -321,7 +323,7 @@ def _like_gru(call: Call, longest: int) -> SegmentMemory:
 
 
 def _measured(call: Call, fake: Any, steps: int) -> SegmentMemory:
-    """The memory of a segment of so many steps from the call's state."""
+    """Measure the memory of a segment of so many steps from the call's state."""
     state = map_tensors(partial(_copy, requires_grad=True), call.tokens.state)
     run = _without_data(call, steps)
     d_hidden = run.anchor.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
@@ -334,7 +336,7 @@ def _measured(call: Call, fake: Any, steps: int) -> SegmentMemory:
         size = sum({id(t.untyped_storage()): t.nbytes for t in tensors(last)}.values())
         if not hidden.requires_grad:
             return SegmentMemory(memory.peak, 0, size, 0)
-        # Gradients leave the graph towards leaves, and nodes that were there before it.
+        # The edges to leaves and to nodes older than this graph: gradients leave the graph there.
         edges = {
             GradientEdge(node, index)
             for inner in nodes_since(first, [hidden])
@@ -356,7 +358,7 @@ def _measured(call: Call, fake: Any, steps: int) -> SegmentMemory:
 
 
 def _without_data(call: Call, steps: int) -> CallableSteps:
-    """Steps to run on tensors without data."""
+    """Return steps that run on tensors without data."""
     model, tokens, table = call.model, call.tokens, call.model.table.weight
     shape = (steps, tokens.batch)
     empty = partial(torch.empty, device=table.device)
@@ -372,7 +374,7 @@ def _without_data(call: Call, steps: int) -> CallableSteps:
 
 
 def _grown(call: Call, fake: Any, ahead: int) -> State:
-    """The state `ahead` steps later: each adds to it what the second does."""
+    """Return the state `ahead` steps later, if every step makes it grow as the second does."""
     given = call.tokens.state
     if ahead < 2:
         return given
@@ -392,6 +394,6 @@ def _grown(call: Call, fake: Any, ahead: int) -> State:
 
 
 def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """The tensor without its data, a leaf."""
+    """Return a leaf like the tensor, without its data."""
     differentiable = tensor.is_floating_point() or tensor.is_complex()
     return torch.empty_like(tensor).requires_grad_(requires_grad and differentiable)

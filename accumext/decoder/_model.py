@@ -32,7 +32,7 @@ from accumext.tensors.torch_private import is_fake, sharded_state, translated_fr
 OP = "decode_loss"
 
 # The arguments of `decode_loss` by name, as the user gave them. Its signature is the only list of
-# them; what takes them here checks those that it reads.
+# them. Each function that takes them checks the arguments that it reads.
 Arguments: TypeAlias = Mapping[str, Any]
 
 
@@ -45,24 +45,24 @@ class Model:
     rnn: RnnWeights | None  # None: the cell is called, and autograd differentiates it
     head_weight: Tensor  # [V, H]
     head_bias: Tensor | None  # [V]
-    called_head: nn.Module | None  # does more than the formula; the weight then is none, as above
+    called_head: nn.Module | None  # does more than its formula; head_weight then only has a shape
     device: torch.device
     tied: bool  # the head shares the embedding's weight
     dtypes: Dtypes
     context: tuple[Tensor, ...]
     draws: bool  # a step may draw random numbers, so that a replay restores the generators
-    embedding_dropout: float  # of what the cell reads; 0 in its eval mode
-    output_dropout: float  # of what the head reads
+    embedding_dropout: float  # of the cell's input; 0 in the cell's eval mode
+    output_dropout: float  # of the head's input; 0 in the cell's eval mode
 
     def parameters(self) -> list[Tensor]:
-        """The parameters that a call reads; of a callable's those that it is known to have."""
+        """Return the parameters that a call reads; for a callable those of its module, if any."""
         found = [self.table.weight, self.head_weight, *parameter_tensors(self.cell)]
         found += [*parameters_of(self.table.module), *parameters_of(self.called_head)]
         return found if self.head_bias is None else [*found, self.head_bias]
 
 
 def model_from(op: str, given: Arguments, has_data: bool = True) -> Model:
-    """The modules, the context and the dropout of a call, checked."""
+    """Check the modules, the context and the dropout of a call, and return them."""
     cell, feedback, context = given["cell"], given["feedback"], given["context"]
     table = embedding_table(op, given["embedding"])
     weight, bias, called_head = head_weights(op, given["head"])
@@ -98,7 +98,7 @@ def model_from(op: str, given: Arguments, has_data: bool = True) -> Model:
         _check_fit(op, table, read, of_cell, weight)
     if context.__class__ is not tuple or len(context) > 0:
         context = _context(op, context, read, device)
-    # A module that is called may draw, too.
+    # Without `rnn` some module is called, which may draw, too.
     draws = read.draws or max(dropouts) > 0 or rnn is None
     return Model(
         table, read, rnn, weight, bias, called_head, device, weight is table.weight,
@@ -107,14 +107,14 @@ def model_from(op: str, given: Arguments, has_data: bool = True) -> Model:
 
 
 def parameters_of(module: nn.Module | None) -> list[nn.Parameter]:
-    """The parameters of a module, if there is one."""
+    """Return the parameters of a module, if there is one."""
     return [] if module is None else list(module.parameters())
 
 
 def _check_fit(
     op: str, table: EmbeddingTable, cell: Cell, of_cell: list[Any], head: Tensor
 ) -> None:
-    """Raise where a cell of torch does not fit between the embedding and the head."""
+    """Raise if a cell of torch does not fit between the embedding and the head."""
     embedding, width = table.weight, table.weight.shape[1]
     if cell.input_size is not None and cell.input_size != width:
         fail_value(op, table.argument, f"have the cell's input size, {cell.input_size}", width)
@@ -127,7 +127,7 @@ def _check_fit(
 
 
 def _dropout(op: str, given: Arguments) -> tuple[float, ...]:
-    """The rates of the embedding's and the output's dropout: 0 in the eval mode of the cell."""
+    """Return the rates of the embedding's and the output's dropout: 0 in the cell's eval mode."""
     cell = given["cell"]
     module = cell if isinstance(cell, nn.Module) else getattr(cell, "__self__", None)
     trains = not isinstance(module, nn.Module) or module.training
@@ -156,7 +156,7 @@ def _context(op: str, value: Any, cell: Cell, device: torch.device) -> tuple[Ten
 
 
 def _check_casts(op: str, embedding: Tensor, of_cell: list[Any]) -> None:
-    """Raise for one of torch's cells that is of other dtypes than its input, without autocast."""
+    """Raise if one of torch's cells has other dtypes than its input, unless autocast is on."""
     if not torch.is_autocast_enabled(embedding.device.type):
         others = {parameter.dtype for parameter in of_cell} - {embedding.dtype}
         dtype, got = dtype_name(embedding.dtype), ", ".join(sorted(map(dtype_name, others)))
@@ -165,7 +165,7 @@ def _check_casts(op: str, embedding: Tensor, of_cell: list[Any]) -> None:
 
 
 def _check_computable(op: str, weights: Mapping[str, Tensor]) -> None:
-    """Raise for a weight without numbers, and for one whose changes autograd does not know."""
+    """Raise if a weight has no data, or is an inference tensor used outside inference mode."""
     for name, weight in weights.items():
         if weight.is_meta or (type(weight) not in (Tensor, nn.Parameter) and is_fake(weight)):
             got = "a meta tensor" if weight.is_meta else "a fake tensor"
@@ -180,7 +180,8 @@ def _check_computable(op: str, weights: Mapping[str, Tensor]) -> None:
 
 
 def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
-    """The embedding argument: an `nn.Embedding`, a [V, E] tensor, or the observations' table."""
+    """Return the table of an embedding argument: an `nn.Embedding` or a [V, E] tensor, checked, or
+    a table of observations."""
     if isinstance(embedding, EmbeddingTable):
         return embedding
     if isinstance(embedding, nn.Embedding):
@@ -204,7 +205,7 @@ def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
 
 
 def _table_of_calls(op: str, embedding: Any) -> EmbeddingTable:
-    """The table of a module that is called, or the error for what is no embedding."""
+    """Return a table whose module is called, or raise if the argument is no embedding."""
     weight = _stand_in(embedding, "num_embeddings", "embedding_dim")
     if weight is None:
         contract = "be an nn.Embedding or a floating-point tensor [V, E]"
@@ -214,8 +215,9 @@ def _table_of_calls(op: str, embedding: Any) -> EmbeddingTable:
 
 
 def _stand_in(module: Any, *sizes: str) -> Tensor | None:
-    """A tensor without memory that has the shape, dtype and device of the weight of a layer that is
-    to be called, such as an adapter or a quantised one. None for modules without such sizes."""
+    """Return a tensor without memory that has the shape, dtype and device of a layer's weight. It
+    stands for a layer to be called, such as an adapter or a quantised layer. None if the module has
+    no such sizes."""
     if not isinstance(module, nn.Module) or translated_from(module) is not None:
         return None
     layer = base_layer(module)
@@ -224,7 +226,7 @@ def _stand_in(module: Any, *sizes: str) -> Tensor | None:
         return None
     weight: Any = None if changes_when_read(layer) else getattr(layer, "weight", None)
     if type(weight) in (nn.Parameter, Tensor) and weight.dim() == 2 and weight.is_floating_point():
-        shape = list(weight.shape)  # the sizes may be those of another one before it
+        shape = list(weight.shape)  # the attributes may be outdated, as after a resize
     own = [weight, *module.parameters(), *module.buffers()]
     floats = [t for t in own if isinstance(t, Tensor) and t.dtype in FLOAT_DTYPES]
     like = floats[0] if floats else torch.empty((), device="cpu")
@@ -232,7 +234,7 @@ def _stand_in(module: Any, *sizes: str) -> Tensor | None:
 
 
 def _check_whole(op: str, parameters: Mapping[str, Iterable[Any]]) -> None:
-    """Raise for arguments with parameters of which this process has a shard only."""
+    """Raise if this process has only a shard of a parameter of some argument."""
     for name, given in parameters.items():
         if any(map(is_shard, given)):
             inside = "Call this inside the forward of the fully_shard module that it is a part of"
@@ -241,7 +243,7 @@ def _check_whole(op: str, parameters: Mapping[str, Iterable[Any]]) -> None:
 
 
 def _fail_module(op: str, name: str, contract: str, given: Any) -> NoReturn:
-    """Raise for an embedding or head that is none, and say which part of it may be one."""
+    """Raise for an argument that is no embedding or head, and advise what to pass instead."""
     translated = translated_from(given)
     if translated is not None:
         itself = "Pass the module itself, of which only the weights are read"
@@ -250,7 +252,7 @@ def _fail_module(op: str, name: str, contract: str, given: Any) -> NoReturn:
 
 
 def _instead(op: str, name: str, given: Any) -> str | None:
-    """Advice on the argument to pass in place of an embedding or head that is none."""
+    """Return advice on what to pass instead of an argument that is no embedding or head."""
     whole = parts_of(given)
     if name == "head" and isinstance(given, (nn.Embedding, Tensor)):
         word = "embedding.weight" if isinstance(given, nn.Embedding) else "weight"
@@ -281,8 +283,8 @@ def _instead(op: str, name: str, given: Any) -> str | None:
 
 
 def head_weights(op: str, head: Any) -> tuple[Tensor, Tensor | None, nn.Module | None]:
-    """The head argument: weight [V, H] and bias [V] of an `nn.Linear`, or a pair of them; or a
-    module to be called, with a tensor that stands for its weight."""
+    """Return weight [V, H] and bias [V] of a head argument, an `nn.Linear` or a pair; or a module
+    to be called, with a tensor that stands for its weight."""
     weights = head
     if isinstance(head, nn.Linear):
         weights = formula_weights(head, "weight", "bias")

@@ -1,5 +1,5 @@
-"""What a call of one of torch's modules does beyond the formula of its class. The kernels compute
-the formula from the weights; a module that does more is called."""
+"""Whether a call of one of torch's modules does more than the formula of its class, as with hooks.
+The kernels compute the formula from the weights; a module that does more is called."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _PLAIN = (nn.Parameter, Tensor)
 
 
 def changes_when_read(module: nn.Module) -> bool:
-    """Tell whether to read a weight changes what is read next, as with a parametrization that has
-    buffers in training: `parametrizations.spectral_norm` takes a step of its power iteration."""
+    """Tell whether reading a weight changes its next value, as a parametrization with buffers does
+    in training: `parametrizations.spectral_norm` takes a step of its power iteration."""
     several = own_children(module).get("parametrizations")
     if several is None:
         return False
@@ -33,9 +33,9 @@ def changes_when_read(module: nn.Module) -> bool:
 
 
 def formula_weights(module: nn.Module, *names: str) -> list[Any] | str:
-    """The weights of these names (None where there is none), from which a call of the module
-    computes its formula; or, if a call does more, what that is, in words. Other parametrizations
-    and an in-place `module.compile()` are no more than the formula."""
+    """Return the weights of these names (None for those that the module lacks) if a call computes
+    just the formula of the class from them. If it does more, return a text that says what.
+    Parametrizations without buffers and an in-place `module.compile()` leave the formula alone."""
     kind = type(module)
     if kind.__call__ is not _CALL:
         return f"{kind.__name__} with a __call__ of its own"

@@ -44,11 +44,11 @@ class SoftTargets:
 
     @property
     def of_all_words(self) -> bool:
-        """True where there is a probability of every word."""
+        """True if there is a probability of every word."""
         return self.probabilities is not None and self.indices is None
 
     def operands(self, rows: Tensor) -> tuple[Tensor | None, ...]:
-        """The arguments of `head_objective` for these of all T B rows."""
+        """Return the arguments of `head_objective` for these rows, positions among all T B."""
         if self.hidden is not None:
             return None, None, self.hidden[rows], self.weight, self.bias
         assert self.probabilities is not None
@@ -63,32 +63,32 @@ NO_TEACHER: tuple[Tensor | None, ...] = (None,) * 5
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a token, as in `F.cross_entropy` and of distributions, and its reduction."""
+    """The loss of a token: cross-entropy and terms of whole distributions; and its reduction."""
 
     label_smoothing: float
     z_loss: float
     class_weight: Tensor | None  # [V]
     reduction: str  # a TokenReduction
-    num_items: float | Tensor | None  # divisor of "mean"; None: the sum of the weights that count
+    num_items: float | Tensor | None  # divisor of "mean"; None: the sum of counted class weights
     token_weight: Tensor | None  # [T, B], in the accumulation dtype
-    # 1 / divisor of the loss, 0-dim. With eos, or weights of classes that are not known yet, it is
-    # known only after the last step, and the gradients that are formed before then lack it.
+    # 1 / divisor of the loss, 0-dim. None if it depends on predictions, with eos or class weights
+    # of predicted targets. It is then known after the last step, and multiplies gradients later.
     known_inverse_divisor: Tensor | None
     soft: SoftTargets | None = None
-    soft_weight: float = 0.0  # of the distance to the teacher; the cross-entropy has the rest
+    soft_weight: float = 0.0  # of the KL divergence; the cross-entropy has 1 minus this
     soft_temperature: float = 1.0
     entropy_weight: float = 0.0
-    of_distributions: bool = False  # more than a logsumexp and the logit of a target
+    of_distributions: bool = False  # needs every logit, not just a logsumexp and a target's logit
 
     def inverse_divisor(self, counted: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-        """1 / the divisor of the sum, once all tokens are known."""
+        """Return 1 / the divisor of the summed losses, once all tokens are known."""
         return inverse_divisor(
             self.reduction, self.num_items, self.class_weight, counted, targets, dtype
         )
 
 
 def objective_from(tokens: Tokens, head_weight: Tensor, given: Arguments) -> Objective:
-    """The loss of a call and its reduction, checked."""
+    """Check the arguments of the loss and its reduction, and return them."""
     reduction, num_items, class_weight = given["reduction"], None, None
     if given["num_items"] is not None:
         num_items = _num_items(given["num_items"], reduction)
@@ -132,7 +132,7 @@ def inverse_divisor(
     reduction: str, num_items: float | Tensor | None, class_weight: Tensor | None, counted: Tensor,
     targets: Tensor | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """1 / the divisor of the sum; 0 where nothing counts, so that the loss is not NaN."""
+    """Return 1 / the divisor of the summed losses; 0 if no token counts, so that it is not NaN."""
     if reduction != "mean":
         return counted.new_ones((), dtype=dtype)
     if num_items is not None:
@@ -145,7 +145,7 @@ def inverse_divisor(
 
 
 def _soft_options(weight: Any, temperature: Any) -> tuple[float, float]:
-    """The arguments `soft_weight` and `soft_temperature`, checked."""
+    """Check the arguments `soft_weight` and `soft_temperature`, and return them."""
     share = number(OP, "soft_weight", weight, 0)
     if share > 1:
         fail_value(OP, "soft_weight", "be at most 1", weight)
@@ -155,8 +155,8 @@ def _soft_options(weight: Any, temperature: Any) -> tuple[float, float]:
 
 
 def _soft_targets(given: Any, counted: Tensor, head_weight: Tensor) -> SoftTargets:
-    """The argument of this name, checked, with rows that count nowhere left as they are on a CPU,
-    where nobody reads them, and else with zeros."""
+    """Check the argument `soft_targets`, and return it. Rows of tokens that are not counted become
+    zeros on a GPU; on a CPU, where they are never read, they stay."""
     if not isinstance(given, (tuple, list)) or len(given) not in (2, 3):
         fail_type(OP, "soft_targets", _SOFT, type_name(given))
     words, dtype = len(head_weight), torch.promote_types(head_weight.dtype, torch.float32)
@@ -202,7 +202,7 @@ def _per_token(
     place: int, value: Any, dtypes: tuple[torch.dtype, ...], counted: Tensor,
     head_weight: Tensor, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """One of the soft targets, [T, B, K] with any K, as [T B, K]."""
+    """Check an entry of `soft_targets`, [T, B, K] with any K, and return it as [T B, K]."""
     name, kind = f"soft_targets[{place}]", "an integer" if dtype == torch.int64 else "a float"
     if not isinstance(value, Tensor) or value.dtype not in dtypes:
         fail_type(OP, name, f"be {kind} tensor [T, B, K]", type_name(value))
@@ -220,7 +220,7 @@ def _per_token(
 def _check_soft_values(
     probabilities: Tensor, indices: Tensor | None, counted: Tensor, words: int
 ) -> None:
-    """Raise for a negative probability, and for an index outside [0, V), of a row that counts."""
+    """Raise if a counted row has a negative probability or an index outside [0, V)."""
     negative = (probabilities < 0).any(1) & counted
     if negative.any():
         least = float(probabilities[negative].min())
@@ -240,7 +240,7 @@ def _class_weight(value: Any, head_weight: Tensor) -> Tensor:
         value = torch.tensor(numbers, dtype=torch.float64, device="cpu")
         value = value.to(device, non_blocking=True)
     check_vector(OP, "class_weight", value, FLOAT_DTYPES, contract, size, device)
-    weight: Tensor = value.detach().clone()  # the pass back may read it again
+    weight: Tensor = value.detach().clone()  # the backward pass may read it again
     return weight
 
 
@@ -268,4 +268,4 @@ def _token_weight(value: Any, shape: torch.Size, weight: Tensor) -> Tensor:
         fail_value(OP, "token_weight", f"have shape {list(shape)}", list(value.shape))
     same_device(OP, "token_weight", [value], weight.device)
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    return value.detach().to(dtype, copy=True)  # the pass back may read it again
+    return value.detach().to(dtype, copy=True)  # the backward pass may read it again

@@ -1,5 +1,8 @@
-"""Observations: floating-point inputs [T, B, E] in place of tokens, as the rows of an embedding of
-which each is read once, in order. So whatever reads an embedding reads them."""
+"""Observations: floating-point inputs [T, B, E] in place of tokens.
+
+They become an embedding with a row for each step and batch row, which is looked up once. So all
+code that reads an embedding can read observations.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,10 @@ from accumext.tensors.checks import FLOAT_DTYPES, dtype_name, fail_type, fail_va
 
 
 def rows_of(given: Arguments) -> tuple[EmbeddingTable, Tensor]:
-    """The observations as a table [T B, E], and the row, int64 [T, B], that each step reads.
+    """Return the observations as a table [T B, E], and the row, int64 [T, B], that each step reads.
 
-    A row of the batch that has ended reads the first observation, which may itself be past an end:
-    in a table of its own all those are 0, so that no NaN of a padding reaches a product.
+    A row of the batch that has ended reads the first observation, which may itself be padding. So
+    all padding is set to 0 in a copy of the table: a NaN there would reach a product.
     """
     inputs, targets = given["inputs"], given["targets"]
     feedback, start = given["feedback"], given["start"]
@@ -50,8 +53,8 @@ def rows_of(given: Arguments) -> tuple[EmbeddingTable, Tensor]:
 
 
 def _check_shape(inputs: Tensor, targets: Any) -> None:
-    """Raise unless there is a vector for every target."""
-    known = isinstance(targets, Tensor) and targets.dim() == 2  # if not, that is the error
+    """Raise unless the inputs have a vector for every target."""
+    known = isinstance(targets, Tensor) and targets.dim() == 2  # if not, targets raise later
     shape = list(targets.shape) if known else list(inputs.shape[:2])
     if inputs.dim() == 3 and list(inputs.shape[:2]) == shape:
         return
@@ -65,8 +68,8 @@ def _check_shape(inputs: Tensor, targets: Any) -> None:
 
 
 def _as_read_by(cell: Any, inputs: Tensor) -> Tensor:
-    """The inputs in the dtype of one of torch's cells, to which autocast would round them. What is
-    on the meta device is for a prediction, with or without autocast."""
+    """Return the inputs in the dtype of one of torch's cells. Raise if that needs a conversion but
+    autocast is off. Inputs on the meta device are converted: `decode_memory` has them."""
     if not isinstance(cell, (nn.RNNBase, nn.RNNCellBase)):
         return inputs
     dtype = next(cell.parameters()).dtype

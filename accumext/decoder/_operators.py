@@ -1,7 +1,7 @@
-"""The decoder's operators: of each the reference kernel in plain PyTorch, which is its meaning and
-the fallback of compiled kernels, and behind it the schema.
+"""The decoder's operators. Each has a reference kernel in plain PyTorch, which defines its results
+and is the fallback of compiled kernels, and behind it a schema.
 
-They change their arguments in place. Callers have checked what they hand over.
+They change their arguments in place. Callers have checked the arguments.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_TANH
 from accumext.recurrence import sample
 
-# Rows of a half-precision operand that are converted at once: enough for full speed, few beside a
-# vocabulary; and rows of float32 sums of float16 operands on a GPU, where each slice is three
-# launches.
+# Rows of a half-precision operand that are converted at once: enough for full speed, and few
+# compared with a vocabulary. On a GPU, rows of float32 sums of float16 operands: more, since each
+# slice takes three launches.
 SLICE = 1024
 CUDA_SLICE = 8192
 
 
 def define_operator(reference: Callable[..., Any], schema: str) -> Any:
-    """The operator whose default kernel is `<its name>_reference`.
+    """Define the operator whose default kernel is `<its name>_reference`, and return it.
 
-    All that these operators make is an argument, so the fake kernel has nothing to do.
+    These operators write all results into arguments, so the fake kernel does nothing.
     """
     name = reference.__name__.removesuffix("_reference")
     torch.library.define(f"accumext::{name}", schema)
@@ -50,9 +50,8 @@ def head_forward_reference(
 
 
 # Rows of the output layer: logits and their statistics in the accumulation dtype, the token that
-# they predict (the argmax, or a sample by inversion where there are uniform numbers), and exp(z -
-# peak), 0 at the target, for the deferred products. At most `logit_rows` rows of logits exist at
-# once.
+# they predict (the argmax, or with `uniforms` a sample by inversion), and exp(z - peak), 0 at the
+# target, for the deferred products. At most `logit_rows` rows of logits exist at once.
 head_forward = define_operator(
     head_forward_reference,
     "(Tensor hidden, "  # [M, H]
@@ -68,8 +67,8 @@ head_forward = define_operator(
 
 
 def logits_of(hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """[m, V]: operands rounded to the weight's dtype, sums in that of hidden. Without a weight
-    `hidden` are the logits, of a head that is called."""
+    """Return logits [m, V]: operands are rounded to the weight's dtype, sums are in the dtype of
+    `hidden`. Without a weight, `hidden` has the logits of a head that was called: copy them."""
     if weight is None:
         return hidden.clone()
     h = hidden.t()
@@ -87,7 +86,7 @@ def softmax_stats(
     logits: Tensor, targets: Tensor | None, uniforms: Tensor | None, temperature: float,
     exps: Tensor | None, tokens: Tensor, stats: Tensor,
 ) -> None:  # fmt: skip
-    """Write the results of head_forward for logits [M, V], which are used up."""
+    """Write the results of head_forward for logits [M, V], and overwrite the logits."""
     peak, argmax = logits.max(1)
     tokens.copy_(argmax if uniforms is None else sample(logits, uniforms, temperature))
     targets = tokens if targets is None else targets
@@ -134,14 +133,14 @@ def head_objective_reference(
             gradients[piece] = d_z.scatter_(1, target, 0.0)
 
 
-# A loss of whole distributions: of rows their logsumexp, entropy and distance to a teacher, and the
-# gradient by the logits of
+# A loss of whole distributions: the logsumexp, entropy and KL divergence from a teacher of each
+# row, and the gradient with respect to the logits of
 #
 #     share * logsumexp + z_loss * logsumexp^2 - entropy_weight * entropy
 #     + soft_scale * temperature * KL(teacher || model), both at the temperature.
 #
-# The teacher is given by the probabilities of some tokens, or by a head of its own, of whose logits
-# no more than of the others exist.
+# The teacher is given by the probabilities of some tokens, or by a head of its own. At most
+# `logit_rows` rows of its logits exist at once, too.
 head_objective = define_operator(
     head_objective_reference,
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, "  # as in head_forward
@@ -158,7 +157,7 @@ head_objective = define_operator(
 
 
 def _weighted(weight: Tensor, x: Tensor) -> Tensor:
-    """weight * x, and 0 where the weight is 0: x may then be infinite."""
+    """Return weight * x, and 0 where the weight is 0: x may be infinite there."""
     return torch.where(weight == 0, 0, weight * x)
 
 
@@ -171,7 +170,7 @@ def add_matmul_reference(sums: Tensor, left: Tensor, right: Tensor, overwrite: b
         return
     if left.dtype != sums.dtype:
         right = right.to(left.dtype)
-    # torch rounds sums to the operands' dtype here: a slice of them at a time is converted.
+    # A product of half-precision operands would round its sums: convert a slice at a time.
     if overwrite:
         sums.zero_()
     for terms in slices(left.shape[1]):
@@ -180,9 +179,9 @@ def add_matmul_reference(sums: Tensor, left: Tensor, right: Tensor, overwrite: b
             sums[rows].addmm_(left[rows, terms].to(sums.dtype), wide)
 
 
-# sums = (0 if overwrite else sums) + left @ right, sums in the dtype of `sums`. A left operand of
-# half precision has the right one rounded to its dtype; on a GPU to float16 relative to its largest
-# magnitude, since the range of float16 is small.
+# sums = (0 if overwrite else sums) + left @ right, computed in the dtype of `sums`. If the left
+# operand is of half precision, the right one is rounded to its dtype; to float16 on a GPU after a
+# division by its largest magnitude, since the range of float16 is small.
 add_matmul = define_operator(
     add_matmul_reference,
     "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()",
@@ -190,7 +189,7 @@ add_matmul = define_operator(
 
 
 def _add_half_matmul(sums: Tensor, left: Tensor, right: Tensor, overwrite: bool) -> None:
-    """On a GPU, whose products of half-precision operands have sums in float32."""
+    """Compute add_matmul on a GPU, which sums products of half-precision operands in float32."""
     if left.dtype == right.dtype or left.dtype == torch.bfloat16:
         right = right.to(left.dtype)
         if overwrite:
@@ -211,11 +210,11 @@ def slices(size: int, length: int = SLICE) -> Iterator[slice]:
 
 
 def large_pages_reference(memory: Tensor) -> None:
-    """Nothing: PyTorch cannot ask for them."""
+    """Do nothing: PyTorch cannot ask for large pages."""
 
 
-# Asks for large pages behind a tensor of many megabytes that nothing has been written to: the first
-# write to an ordinary page takes longer than a product writes it.
+# Asks for large pages for a tensor of many megabytes before it is first written. With ordinary
+# pages, page faults would take longer than the matrix product that writes the tensor.
 large_pages = define_operator(
     large_pages_reference,
     "(Tensor memory) -> ()",
@@ -256,7 +255,7 @@ def decode_steps_reference(
         if of_outputs is not None:
             x = x * of_outputs[t] * scales[2]
         named = everyone
-        if now is not None and now.device.type == "cpu":  # elsewhere nothing waits to count
+        if now is not None and now.device.type == "cpu":  # no wait for a GPU
             named = everyone[now]
         span = slice(used, used + len(named))
         rows[span] = t * batch + named
@@ -282,26 +281,26 @@ def decode_steps_reference(
     return used
 
 
-# Steps [begin, end) of a recurrent decoder: look up the input, advance every layer, and, where
-# `stats` are given, push the active rows through the head and choose the next input. The result is
-# the number of rows that the head has seen; `rows` names them, t * B + b. Where the host does not
-# wait for the device, the head sees every row.
+# Steps [begin, end) of a recurrent decoder: look up the input, advance every layer, and, if `stats`
+# are given, compute the head for the active rows and choose the next input. The result is the
+# number of rows of the head; `rows` has their positions t * B + b. On a GPU the head computes every
+# row, for the host would have to wait for the number of active ones.
 decode_steps = define_operator(
     decode_steps_reference,
     "(Tensor table, "  # [R, E]
-    # Per layer weight_ih, weight_hh, to whose dtype x and h are rounded, and bias_ih, bias_hh of
-    # the states' dtype, in which sums are; no bias: empty.
+    # Per layer weight_ih and weight_hh, to whose dtype x and h are rounded, and bias_ih and bias_hh
+    # in the dtype of the states and of sums. An empty tensor stands for no bias.
     "Tensor[] cell, "
     "Tensor(a!)[] states, "  # per layer h, and c of an LSTM, [T + 1, B, H]: before and after steps
     "int kind, "  # index into _rnn_weights.py: KINDS
     # Elements that dropout keeps, bool, and their factors: of the looked-up rows [T, B, E], of the
-    # outputs of all layers but the last [T, L - 1, B, H], and of what the head reads [T, B, H].
+    # outputs of all layers but the last [T, L - 1, B, H], and of the head's inputs [T, B, H].
     "Tensor?[] dropout_masks, float[] dropout_scales, "
     "Tensor(b!) inputs, "  # int64 [T, B]
-    "Tensor? teacher, "  # int64 [T, B]: fed where `teacher_mask`, everywhere if that is None
+    "Tensor? teacher, "  # int64 [T, B]: fed where `teacher_mask` is true, or everywhere if None
     "Tensor? teacher_mask, "  # bool [T, B]
-    "Tensor(c!)? active, "  # bool [T, B]: the other rows keep their state and see no head
-    "int eos, "  # ends a row; -1: nothing does
+    "Tensor(c!)? active, "  # bool [T, B]: the other rows keep their state and skip the head
+    "int eos, "  # token that ends a row; -1: none
     "int pad, "  # read by inactive rows
     "Tensor? uniforms, float temperature, "  # fp64 [T, B]
     "Tensor head_weight, Tensor? head_bias, "
@@ -336,8 +335,8 @@ def _advance_layer(
 
 
 def add_pre_activations(from_x: Tensor, from_h: Tensor, pre: Tensor) -> None:
-    """Write the arguments of a layer's nonlinearities, [M, 4 H], from W_ih x + b_ih and W_hh h +
-    b_hh: i, f, g, o of an LSTM; r, z, n's part of x and n's part of h of a GRU."""
+    """Write pre-activations [M, 4 H], the arguments of a layer's nonlinearities, from W_ih x + b_ih
+    and W_hh h + b_hh: i, f, g, o of an LSTM; r, z, n's part of x and n's part of h of a GRU."""
     if from_x.shape == pre.shape:
         torch.add(from_x, from_h, out=pre)
         return
@@ -348,7 +347,7 @@ def add_pre_activations(from_x: Tensor, from_h: Tensor, pre: Tensor) -> None:
 
 
 def none_active(active: Tensor) -> bool:
-    """Tell whether no row [B] is active, as far as the host knows: it waits for no device."""
+    """Tell whether no row [B] is active. False on a GPU, for which the host would have to wait."""
     return active.device.type == "cpu" and not bool(active.any())
 
 
@@ -356,7 +355,7 @@ def rnn_advance(
     kind: int, from_x: Tensor, from_h: Tensor, active: Tensor | None, h: Tensor, c: Tensor | None,
     h_next: Tensor, c_next: Tensor | None,
 ) -> None:  # fmt: skip
-    """One layer's state after a step from W_ih x + b_ih and W_hh h + b_hh, [B, gates H]."""
+    """Write a layer's state after a step from W_ih x + b_ih and W_hh h + b_hh, [B, gates H]."""
     units = h.shape[1]
     new_c = None
     if kind == GRU:
@@ -378,13 +377,13 @@ def rnn_advance(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """x @ weight.t() + bias, sums in x's dtype; an empty bias is none."""
+    """Return x @ weight.t() + bias, with sums in x's dtype; an empty bias stands for none."""
     product = product_transposed(x, weight)
     return product + bias if bias.numel() else product
 
 
 def product_transposed(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight.t(): operands rounded to the weight's dtype, sums in that of x."""
+    """Return x @ weight.t(), with operands rounded to the weight's dtype and sums in x's dtype."""
     return torch.mm(x.to(weight.dtype).to(x.dtype), weight.t().to(x.dtype))
 
 
@@ -411,21 +410,21 @@ def rnn_backward_reference(
                 gradient.copy_(torch.clamp(gradient, -limit, limit))
 
 
-# Steps of one layer backward. d_out is the gradient of its output; dh and dc come in as those of
-# the state after the last step and go out as those of the state before the first.
+# The backward pass of some steps of one layer. d_out is the gradient of the layer's output. dh and
+# dc are gradients of the state: on entry after the last step, on return before the first one.
 rnn_backward = define_operator(
     rnn_backward_reference,
     "(int kind, Tensor d_out, "  # [q, B, H]
-    "Tensor? pre, "  # [q, B, 4 H], as decode_steps writes them; not of a plain RNN
+    "Tensor? pre, "  # [q, B, 4 H], as decode_steps writes them; None for a plain RNN
     "Tensor h, "  # [q + 1, B, H]
     "Tensor? c, "  # [q + 1, B, H] of an LSTM
     "Tensor? active, "  # bool [q, B]
-    "Tensor? gate, "  # [q, B]: factor of what goes on to the state before the step
-    "Tensor? limit, "  # 0-dim: largest magnitude of that
+    "Tensor? gate, "  # [q, B]: factor of the gradient of the state before the step
+    "Tensor? limit, "  # 0-dim: largest magnitude of an element of that gradient
     "Tensor weight, "  # [H, gates H]: weight_hh, transposed; d_h is rounded to its dtype
     "Tensor(a!) dh, Tensor(b!)? dc, "  # [B, H]
     "Tensor(c!) d_x, "  # [q, B, gates H]: gradient of W_ih x + b_ih, to be written
-    "Tensor(d!)? d_h"  # [q, B, gates H]: of W_hh h + b_hh, where that differs: a GRU
+    "Tensor(d!)? d_h"  # [q, B, gates H]: of W_hh h + b_hh, which differs for a GRU alone
     ") -> ()",
 )
 
@@ -435,9 +434,9 @@ def rnn_gradient(
     c_next: Tensor | None, active: Tensor | None, dh: Tensor, dc: Tensor | None, d_x: Tensor,
     d_h: Tensor | None,
 ) -> None:  # fmt: skip
-    """One step of rnn_backward, but for the product with weight_hh: dh and dc become those of the
-    state before the step without the part that comes through it. h is that before the step, of a
-    plain RNN that after it."""
+    """Compute one step of rnn_backward without the product with weight_hh: dh and dc become the
+    gradients of the state before the step, but for the part that comes through weight_hh. h is the
+    state before the step, but for a plain RNN the one after it."""
     units = dh.shape[1]
     up, up_c = dh + d_out, None
     if kind == GRU:
@@ -474,5 +473,5 @@ def rnn_gradient(
     passed_on = [(dh, down)]
     if dc is not None and up_c is not None:
         passed_on.append((dc, up_c))
-    for gradient, value in passed_on:  # inactive rows pass it on unchanged
+    for gradient, value in passed_on:  # inactive rows pass their gradient on
         gradient.copy_(value if active is None else torch.where(active[:, None], value, gradient))

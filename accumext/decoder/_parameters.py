@@ -1,4 +1,4 @@
-"""`decode_memory` takes what `decode_loss` takes, whose signature is the only list of it."""
+"""The signature of `decode_memory`: it is derived from that of `decode_loss`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ P = ParamSpec("P")
 
 
 class DecodeMemory(Protocol[P]):
-    """The type of `decode_memory`: that of `decode_loss`, but for the targets and the result."""
+    """The type of `decode_memory`: as `decode_loss`, with other targets and another result."""
 
     def __call__(
         self,
@@ -29,7 +29,7 @@ class DecodeMemory(Protocol[P]):
 def with_parameters_of(
     function: Callable[Concatenate[Any, Any, Any, Any, P], Any],
 ) -> Callable[[Callable[[dict[str, Any]], int]], DecodeMemory[P]]:
-    """Let a function be called with the arguments of another, and take them by name."""
+    """Give the decorated function the parameters of `function`. It gets them in one dict."""
     signature = inspect.signature(function)
     parameters = dict(signature.parameters)
     targets = "Tensor | tuple[int, int] | None"

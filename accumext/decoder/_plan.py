@@ -1,4 +1,4 @@
-"""The sizes that a call chooses: of the workspace of its head, and of the pieces of its passes."""
+"""The sizes that a call chooses: rows of the head's workspace, and steps computed at once."""
 
 from __future__ import annotations
 
@@ -13,46 +13,48 @@ from accumext.tensors.checks import fail_value, positive_int
 class HeadRows(NamedTuple):
     """Numbers of rows that go through the head together."""
 
-    # So many that the deferred products run at full speed, in the dtype of logits: with fewer, the
-    # traffic of the head's weight and its gradient dominates. Twice as many where exponentials take
-    # half as much, and less than twice of that where these would not fill it a second time.
+    # Rows of the workspace, if exponentials have the dtype of logits: enough for the deferred
+    # products to run at full speed, for with fewer rows the traffic of the head's weight and its
+    # gradient dominates. It is twice as many if exponentials take half the memory, and up to twice
+    # that if the remaining rows would not fill a second workspace.
     workspace: int
-    logits: int  # of logits that exist at once, where so many are known
+    logits: int  # of logits that exist at once, if so many hidden states are known
 
 
-# On a CPU, the widest product of few columns that is fast; a GPU wants hundreds of rows.
+# On a CPU, products with few columns, one per row of logits, are fast up to 32 of them. A GPU needs
+# hundreds.
 HEAD_ROWS = {"cpu": HeadRows(256, 32), "cuda": HeadRows(1024, 512)}
 
-# Steps whose cell graph is rebuilt at once in the backward pass of a callable cell. Longer segments
-# save little: the states between segments are T/16 of all states.
+# Steps of a callable cell that run again together in the backward pass. Longer segments save
+# little: the states between segments are T/16 of all states.
 SEGMENT = 16
 
 # Bytes of the cell's graph that are kept rather than computed again, however small the workspace:
-# all of a small decoder's, where steps take longer than their arithmetic. Of a callable cell none
-# where memory is bounded.
+# enough for all of a small decoder, whose steps are slow for reasons other than arithmetic. For a
+# callable cell nothing is kept if the caller bounds memory.
 KEPT_GRAPH = 2**24
 
-PRE_ACTIVATIONS = 4  # of a unit of a GRU or LSTM
-HANDED_OUT = ("cpu", "meta")  # where operators write them out; meta: as predicted
+PRE_ACTIVATIONS = 4  # per unit of a GRU or LSTM
+HANDED_OUT = ("cpu", "meta")  # devices whose operators write them; meta predicts for a CPU
 
-# Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU so many
-# that products fill it and launches are few.
+# Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU enough
+# for products to use all of it, in few launches.
 CELL_ROWS = {"cpu": 256, "cuda": 2048}
 
 
 class Plan(NamedTuple):
     """The sizes that one call keeps to."""
 
-    rows: int  # of exponentials in the workspace: a multiple of B where a step fits
-    logit_rows: int  # rows of logits at once
-    bounded: bool = False  # by the caller, so that no graph is kept
-    backward_steps: int = 1  # of torch's modules at once in the backward pass
-    # The forward pass forms the head's gradients. They wait for the backward pass where the
-    # upstream gradient is per token, and where they are added to a main gradient, which an
-    # optimizer offers in the backward pass.
+    rows: int  # of exponentials in the workspace: a multiple of B if all rows of a step fit
+    logit_rows: int  # rows of logits that exist at once
+    bounded: bool = False  # the caller gave a budget: no graph of a callable cell is kept
+    backward_steps: int = 1  # of torch's modules, computed at once in the backward pass
+    # Whether the forward pass forms the head's gradients. It cannot if the upstream gradient is per
+    # token, or if they are added to a main gradient, which an optimizer offers in the backward
+    # pass.
     gradients_in_forward: bool = True
-    # Of pre-activations of torch's modules that the forward pass leaves, so that the backward pass
-    # need not form them again: where they are no larger than the workspace, or half of a budget.
+    # Bytes of pre-activations of torch's modules that the forward pass keeps, so that the backward
+    # pass need not form them again: 0 if they are larger than the workspace, or half of a budget.
     pre_activation_bytes: int = 0
 
 
@@ -67,7 +69,7 @@ def plan_from(
     gradients_in_forward: bool,
     rnn: RnnWeights | None,  # None: the cell is called
 ) -> Plan:
-    """The sizes of a call of this shape, with its memory budget checked."""
+    """Check the memory budget, and return the sizes of a call of this shape."""
     steps, batch = shape
     logit_bytes, exps_bytes = words * dtypes.accumulation.itemsize, words * dtypes.exps.itemsize
     if memory_budget is not None:
@@ -76,7 +78,7 @@ def plan_from(
             contract = f"hold one row of logits, {logit_bytes} bytes"
             fail_value(OP, "memory_budget", contract, memory_budget)
     wanted = HEAD_ROWS.get(device, HEAD_ROWS["cpu"])
-    # known rows of logits at once
+    # Hidden states that can be known at once.
     most = batch if free_running and gradients_in_forward else steps * batch
     wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
     kept, budget = 0, memory_budget
@@ -91,7 +93,7 @@ def plan_from(
     if budget is None and kept > max(KEPT_GRAPH, workspace):
         kept = 0
     bounded, pieces = memory_budget is not None, backward_steps(device, batch)
-    if kept > 0:  # of a step, half as much is formed
+    if kept > 0:  # pre-activations are not formed: twice as many steps take the same memory
         pieces *= 2
     return Plan(plan.rows, plan.logit_rows, bounded, pieces, gradients_in_forward, kept)
 
@@ -102,11 +104,11 @@ def fill_budget(
 ) -> Plan:  # fmt: skip
     """Fill the memory budget with whole steps, or with as many rows of one step as it holds.
 
-    `logit_bytes` and `exps_bytes` are those of a row [V] of logits and of exponentials.
+    `logit_bytes` and `exps_bytes` are the sizes of a row [V] of logits and of exponentials.
     """
     logit_rows = max(1, wanted.logits)
     if memory_budget is None:
-        # The remainder after so many rows at a time is shared out: a window of few is slow.
+        # Windows get equal numbers of rows: a last window of few rows would be slow.
         windows = max(1, steps * batch * exps_bytes // (wanted.workspace * logit_bytes))
         rows = -(-steps // windows) * batch
     else:
@@ -117,11 +119,12 @@ def fill_budget(
 
 
 def backward_steps(device: str, batch: int) -> int:
-    """Steps that the backward pass of torch's modules takes at once: CELL_ROWS rows of them."""
+    """Return how many steps of torch's modules the backward pass takes at once: CELL_ROWS rows."""
     return -(-CELL_ROWS.get(device, CELL_ROWS["cpu"]) // max(1, batch))
 
 
 def keeps_graph(steps: int, graph: int, growth: int) -> bool:
-    """Tell whether the graph of so many last steps is kept: by the bytes of the first step's, and
-    those by which the state has grown since, twice: a cache that is read, and its frozen copy."""
+    """Tell whether the graph of so many last steps is kept, from the bytes of the first step's
+    graph and the growth of the state since. The growth counts twice: a cache, and its frozen copy.
+    """
     return steps * (graph + 2 * growth) <= KEPT_GRAPH

@@ -22,7 +22,7 @@ class Dtypes(NamedTuple):
 
 
 def dtypes_of(weight: Tensor) -> Dtypes:
-    """The dtypes for this head weight [V, H], under the autocast mode of the caller."""
+    """Return the dtypes for this head weight [V, H], under the autocast mode of the caller."""
     kind = weight.device.type
     accumulation = torch.promote_types(weight.dtype, torch.float32)
     product = weight.dtype
@@ -37,13 +37,13 @@ def dtypes_of(weight: Tensor) -> Dtypes:
 
 
 def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context, which may be entered again, without autocast."""
+    """Return a context without autocast, which may be entered several times."""
     on = torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if on else nullcontext()
 
 
 @contextmanager
 def no_grad_no_autocast(device: torch.device) -> Iterator[None]:
-    """Neither a graph nor autocast: a call has precisions of its own."""
+    """Switch off autograd and autocast: a call chooses its own precisions."""
     with torch.no_grad(), no_autocast(device):
         yield

@@ -28,7 +28,7 @@ from accumext.tensors.checks import check_first_order
 
 
 def decode_with_rnn(transcript: Transcript, rnn: RnnWeights, return_outputs: bool) -> Decoded:
-    """Run a call by the operators, which know the cell."""
+    """Run a call of `decode_loss` whose cell is one of torch's modules."""
     model, state = transcript.model, transcript.tokens.state
     parts = list(state) if rnn.state_parts == 2 else [state]
     parameters = [model.head_weight, model.head_bias, model.table.weight]
@@ -39,8 +39,8 @@ def decode_with_rnn(transcript: Transcript, rnn: RnnWeights, return_outputs: boo
 
 
 class RnnDecode(torch.autograd.Function):
-    """The loss, the outputs of the cell, if they are asked for, and the last state as functions of
-    every parameter and the initial state."""
+    """The loss, the last state and, if requested, the cell's outputs, as functions of all
+    parameters and the initial state."""
 
     @staticmethod
     def forward(
@@ -111,7 +111,7 @@ class RnnDecode(torch.autograd.Function):
 class RnnBackward:
     """The backward pass through the cell and the embedding.
 
-    Only what depends on the step after it is serial over steps and layers. The rest are products
+    Only gradients of states and gates are computed step by step. Gradients of weights are products
     over many steps, added into one buffer per weight.
     """
 
@@ -119,8 +119,8 @@ class RnnBackward:
         self,
         passed: RnnForward,
         needs_table: bool,
-        d_head: Tensor | None,  # [V, H]: the head's gradient, which a tied table's is added to
-        main: Tensor | None,  # the main gradient that it is, if it is one
+        d_head: Tensor | None,  # [V, H]: head's gradient; that of a tied embedding is added to it
+        main: Tensor | None,  # d_head if it is a main gradient
     ) -> None:
         transcript, model = passed.transcript, passed.transcript.model
         self._passed, self._transcript, self._rnn = passed, transcript, passed.rnn
@@ -128,13 +128,13 @@ class RnnBackward:
         self._needs_table, self._table = needs_table, model.table
         new_zeros, tokens = self._states[0].new_zeros, transcript.tokens
         self._d_weights = list(map(new_zeros, map(Tensor.size, self._weights)))
-        # weight_hh of every layer, transposed; kernels of a CPU take it as it lies
+        # weight_hh of every layer, transposed; kernels of a CPU need no contiguous copy
         self._transposed = list(map(Tensor.t, self._weights[1::4]))
         if not scalars.on_host(self._states[0]):
             self._transposed = list(map(Tensor.contiguous, self._transposed))
         self._d_state = list(map(torch.zeros_like, map(itemgetter(0), self._states)))
         self._d_table, self._table_main = d_head, main
-        self._d_rows: Tensor | None = None  # [T, B, E]: of a sparse gradient
+        self._d_rows: Tensor | None = None  # [T, B, E]: values of a sparse gradient
         weight, dtype = model.table.weight, model.dtypes.accumulation
         if model.tied or not needs_table:
             return
@@ -148,14 +148,14 @@ class RnnBackward:
     def run(
         self,
         d_head: Tensor,  # [T, B, H]: gradient of what the head read
-        d_outputs: Tensor | None,  # [T, B, H]: of the outputs where they were returned
+        d_outputs: Tensor | None,  # [T, B, H]: of the outputs, if they were returned
         d_last: tuple[Tensor | None, ...],
     ) -> None:
-        """Every window, from the gradients of the outputs and of the last state."""
+        """Go back through every window, from the gradients of the outputs and the last state."""
         truncation, resets = self._transcript.truncation, self._passed.resets
         parts, stacked = self._rnn.state_parts, self._rnn.stacked
         dropout = self._passed.steps.of_outputs
-        # in whole chunks from the end; the one at the beginning may be shorter
+        # Steps are cut into chunks from the end: the one at the beginning may be shorter.
         size = self._transcript.plan.backward_steps
         for begin, counting, end in truncation.spans(self._transcript.tokens.steps):
             d_state = list(map(torch.zeros_like, self._d_state))
@@ -163,7 +163,7 @@ class RnnBackward:
                 if given is not None:
                     for d, of_layer in zip(d_state[part::parts], given if stacked else [given]):
                         d += of_layer
-            # pieces in which no row is reset but before the first step, from the last one on
+            # A span may have resets only before its first step. The last span comes first.
             spans = [(begin, end)] if resets is None else cuts(begin, end, resets.steps)
             for first, last in reversed(spans):
                 for stop in range(last, first, -size):
@@ -185,14 +185,15 @@ class RnnBackward:
                     total += gradient
 
     def _take_resets(self, resets: Resets, step: int, d_state: list[Tensor]) -> None:
-        """The gradients of rows that were reset before `step` are the initial state's."""
+        """Move the gradients of rows that were reset before `step` to the initial state's."""
         anew = resets.at(step, self._transcript.active)[:, None]
         for total, gradient in zip(self._d_state, d_state, strict=True):
             total += torch.where(anew, gradient, 0)
             gradient.masked_fill_(anew, 0)
 
     def _chunk(self, span: slice, counting: int, d_out: Tensor, d_state: list[Tensor]) -> None:
-        """These steps of every layer; `d_state` goes from after them to before them."""
+        """Go back through these steps of every layer. `d_state`, the gradient of the state after
+        them, becomes that of the state before them."""
         if counting > span.start:  # losses before step `counting` belong to another window
             d_out = d_out.clone()
             d_out[: counting - span.start] = 0
@@ -214,7 +215,7 @@ class RnnBackward:
     def _layer(
         self, layer: int, span: slice, d_out: Tensor, factors: Tensor | None, d_state: list[Tensor]
     ) -> Tensor:
-        """These steps of one layer; gradients of W_ih x + b_ih, [n B, gates H]."""
+        """Go back through steps of a layer. Return gradients of W_ih x + b_ih, [n B, gates H]."""
         rnn, active, gate = self._rnn, self._transcript.active, self._transcript.gate
         around, first = slice(span.start, span.stop + 1), layer * rnn.state_parts
         h = self._states[first][around]
@@ -240,8 +241,8 @@ class RnnBackward:
         w_ih, w_hh, b_ih, b_hh = self._d_weights[4 * layer : 4 * layer + 4]
         _operators.add_matmul(w_ih, d_x.t().to(weights[0].dtype), x, False)
         _operators.add_matmul(w_hh, d_h.t().to(weights[1].dtype), before, False)
-        # On a CPU a product with ones would obey torch's precision of float32 products. On a GPU
-        # torch's sum can take as much memory as the rows, and a product by a vector does not obey.
+        # On a CPU a product with ones would follow `torch.set_float32_matmul_precision`, so it is a
+        # sum. On a GPU a sum can take as much memory as the rows, and addmv_ ignores that setting.
         for bias, rows in ((b_ih, d_x), (b_hh, d_h)):
             if bias.numel():
                 if rows.is_cpu:
@@ -251,7 +252,7 @@ class RnnBackward:
         return d_x
 
     def _inputs(self, layer: int, span: slice) -> Tensor:
-        """The inputs of the layer in these steps, [n B, E or H]."""
+        """Return the inputs of the layer in these steps, [n B, E or H]."""
         steps = self._passed.steps
         if layer == 0:
             rows = steps.table[steps.inputs[span]].to(self._states[0].dtype)
@@ -274,7 +275,7 @@ class RnnBackward:
             self._d_table.index_add_(0, tokens, gradient)
 
     def table_gradient(self) -> Tensor | None:
-        """The embedding's gradient; None where it is in a main gradient."""
+        """Return the embedding's gradient; None if it was added to a main gradient."""
         table = self._table.weight
         if self._table_main is not None:
             return None
@@ -286,7 +287,7 @@ class RnnBackward:
         return self._d_table.to(table.dtype)
 
     def state_and_weight_gradients(self, needed: list[bool]) -> list[Tensor | None]:
-        """Of the parts of the initial state, then of the weights that the module has."""
+        """Return the gradients of the initial state's parts, then of the weights that exist."""
         gradients = module_state(self._rnn, self._d_state, self._passed.state_dtypes)
         for weight, gradient in zip(self._rnn.weights, self._d_weights, strict=True):
             if weight is not None:
@@ -301,9 +302,9 @@ def pre_activations(
     kind: int,
     x: Tensor,  # [M, E]
     h: Tensor,  # [M, H]
-    weights: list[Tensor],  # weight_ih, weight_hh, bias_ih, bias_hh; an empty bias is none
+    weights: list[Tensor],  # weight_ih, weight_hh, bias_ih, bias_hh; no bias is an empty tensor
 ) -> Tensor:
-    """The arguments of the nonlinearities of a GRU's or an LSTM's layer, [M, 4 H]."""
+    """Return the pre-activations [M, 4 H] of a layer of a GRU or LSTM."""
     w_ih, w_hh, b_ih, b_hh = weights
     from_x, from_h = _matmul(x, w_ih.t()), _matmul(h, w_hh.t())
     for part, bias in ((from_x, b_ih), (from_h, b_hh)):
@@ -315,7 +316,7 @@ def pre_activations(
 
 
 def _matmul(left: Tensor, right: Tensor) -> Tensor:
-    """left @ right with operands rounded to the dtype of `right`, sums in that of `left`."""
+    """Return left @ right, operands rounded to the dtype of `right`, sums in that of `left`."""
     sums = left.new_empty(left.shape[0], right.shape[1])
     _operators.add_matmul(sums, left.to(right.dtype), right, True)
     return sums

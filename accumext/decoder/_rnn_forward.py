@@ -1,5 +1,8 @@
-"""The steps of torch's recurrent modules, forward: operators on the weights, by which everything
-that need not wait for the next step is batched. What they leave, `_rnn_backward.py` reads again."""
+"""The forward pass of torch's recurrent modules: operators on their weights.
+
+Everything that need not be computed step by step is batched. `_rnn_backward.py` reads the states
+and pre-activations again.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,13 @@ from accumext.tensors import scalars
 
 
 class Dropout(NamedTuple):
-    """The elements of a tensor [T, ...] that dropout keeps, and the factor of these."""
+    """The elements of a tensor [T, ...] that dropout keeps, and their factor."""
 
     mask: Tensor | None = None  # bool [T, ...]; None: all
     scale: float = 1.0
 
     def apply(self, part: Tensor, steps: slice) -> Tensor:
-        """These steps of the tensor, [n, ...], or their gradient."""
+        """Return `part`, these steps of the tensor [n, ...] or their gradient, after dropout."""
         return part if self.mask is None else (part * self.mask[steps]).mul_(self.scale)
 
 
@@ -44,7 +47,7 @@ NO_DROPOUT = Dropout()
 
 @dataclass
 class StepsCall:
-    """The arguments of `decode_steps`, of which `_operators.py` has the shapes."""
+    """The arguments of the operator `decode_steps`; their shapes are in `_operators.py`."""
 
     table: Tensor
     weights: list[Tensor]
@@ -70,9 +73,9 @@ class StepsCall:
         head_weight: Tensor, head_bias: Tensor | None, logit_rows: int,
         stats: Tensor | None = None, rows: Tensor | None = None, exps: Tensor | None = None,
     ) -> int:  # fmt: skip
-        """Run steps [begin, end); with `stats`, the head, too. Return the head's number of rows.
+        """Run steps [begin, end), with the head if `stats` is given. Return the head's row count.
 
-        The head is no field: a rounded copy of it is not kept for the backward pass.
+        The head is no field, so that a rounded copy of it is not kept for the backward pass.
         """
         masks, scales = zip(self.of_inputs, self.between, self.of_outputs)
         used: int = _operators.decode_steps(
@@ -86,8 +89,7 @@ class StepsCall:
 
 @dataclass(frozen=True)
 class RnnForward:
-    """The pass forward through the cell. States have a row more than there are steps: before and
-    after them."""
+    """The forward pass through the cell. Its states, [T + 1, B, H], begin with the initial one."""
 
     transcript: Transcript
     rnn: RnnWeights
@@ -97,24 +99,24 @@ class RnnForward:
     state_dtypes: list[torch.dtype]  # of the parts of the given state
 
     def run(self, head: FusedCrossEntropy) -> None:
-        """Every step of the call: states, tokens and losses."""
+        """Run every step of the call: compute states, tokens and losses."""
         for begin, end, free_running in self._feedback_spans():
             (self._free_running if free_running else self._teacher_forced)(head, begin, end)
 
     def _feedback_spans(self) -> list[tuple[int, int, bool]]:
-        """Spans of steps, and whether any of their inputs waits for a prediction."""
+        """Return spans of steps, and for each whether an input depends on a prediction in it."""
         tokens, mask = self.transcript.tokens, self.transcript.source.mask
         whole = not tokens.free_running or tokens.feedback.word in ("greedy", "sample")
-        # on a GPU the host does not wait to read the mask
+        # The mask of a GPU is not read, for the host would have to wait for it.
         if whole or tokens.eos is not None or mask is None or mask.device.type != "cpu":
             return [(0, tokens.steps, tokens.free_running)]
         predicted = [not row for row in mask[1:].all(1).tolist()]
-        predicted += predicted[-1:] or [False]  # nothing follows the last step: it joins its span
+        predicted += predicted[-1:] or [False]  # the last step feeds none: it joins a span
         changes = [t for t in range(1, tokens.steps) if predicted[t - 1] != predicted[t]]
         return [(*span, predicted[span[0]]) for span in cuts(0, tokens.steps, changes)]
 
     def _teacher_forced(self, head: FusedCrossEntropy, begin: int, end: int) -> None:
-        """Steps whose inputs are known: the head takes them all at once."""
+        """Run steps whose inputs are known: first the cell, then the head for all steps."""
         transcript = self.transcript
         following = slice(begin + 1, min(end + 1, transcript.tokens.steps))
         teacher = transcript.source.teacher[following]
@@ -126,7 +128,7 @@ class RnnForward:
             transcript.predict(head, first, last, self.head_inputs(first, last))
 
     def _free_running(self, head: FusedCrossEntropy, begin: int, end: int) -> None:
-        """Steps that read the prediction before them, as many at once as the workspace holds."""
+        """Run steps that read earlier predictions, as many per call as the workspace holds."""
         transcript, batch = self.transcript, self.transcript.tokens.batch
         if head.rows < batch and head.forms_gradients:
             for step in range(begin, end):
@@ -153,15 +155,16 @@ class RnnForward:
                 transcript.add_rows(head, seen, self.head_rows(seen), stats[:, :used])
 
     def _run_cell(self, head: FusedCrossEntropy, begin: int, end: int) -> None:
-        """Run the steps without the head."""
+        """Run the steps of the cell without the head."""
         resets = self.resets
         with nullcontext() if resets is None else self.reset_before(resets, begin):
             self.steps.run(begin, end, head.weight, head.bias, head.logit_rows)
 
     @contextmanager
     def reset_before(self, resets: Resets, step: int) -> Iterator[None]:
-        """In this context, rows that are reset before `step` have their initial states there. Then
-        what the step before it left comes back: the head and the gates of that step read it."""
+        """Set rows that are reset before `step` to their initial state in this context. Afterwards
+        the state that the previous step wrote is restored: the head and backward of that step read
+        it."""
         if step not in resets.steps:
             yield
             return
@@ -176,22 +179,22 @@ class RnnForward:
                 state[step] = before
 
     def head_inputs(self, begin: int, end: int) -> Tensor:
-        """The head's inputs in steps [begin, end), [n B, H]."""
+        """Return the head's inputs in steps [begin, end), [n B, H]."""
         span = slice(begin, end)
         return self.steps.of_outputs.apply(self.outputs[span], span).flatten(0, 1)
 
     def head_rows(self, rows: Tensor) -> Tensor:
-        """The head's inputs in these of all T B rows, [M, H]."""
+        """Return the head's inputs [M, H] in these rows, positions among all T B."""
         chosen = self.outputs.flatten(0, 1)[rows]
         mask, scale = self.steps.of_outputs
         return chosen if mask is None else chosen.mul_(mask.flatten(0, 1)[rows]).mul_(scale)
 
     def pieces(self, rows: int) -> Iterator[Tensor]:
-        """The head's inputs in all steps, in pieces of about so many rows."""
+        """Return the head's inputs in all steps, in pieces of about `rows` rows."""
         return starmap(self.head_inputs, self.head_spans(0, len(self.outputs), rows))
 
     def head_spans(self, begin: int, end: int, rows: int) -> list[tuple[int, int]]:
-        """[begin, end) in pieces of about so many rows, where dropout would copy them all."""
+        """Return [begin, end) in one span; or, if dropout copies rows, in spans of about `rows`."""
         size = end - begin
         if self.steps.of_outputs.mask is not None:
             size = max(1, rows // self.outputs.shape[1])
@@ -201,8 +204,8 @@ class RnnForward:
 def rnn_forward(
     transcript: Transcript, rnn: RnnWeights, state: tuple[Tensor, ...], keeps: bool
 ) -> RnnForward:
-    """The pass to run, with the weights as the operators take them, space for every state and, if
-    they are kept, for pre-activations, and dropout masks."""
+    """Prepare a forward pass: weights for the operators, dropout masks, and memory for every state
+    and, if `keeps`, for pre-activations."""
     model, tokens, source = transcript.model, transcript.tokens, transcript.source
     table = dense_rows(model.table.weight)
     inner = rnn.dropout if rnn.layers > 1 else 0.0
@@ -238,8 +241,8 @@ def draw_dropout(
 ) -> list[Dropout]:
     """Draw the masks of each place.
 
-    On a CPU they are those of torch's dropout, step by step and place by place, a layer at a time.
-    On a device each place is drawn in one launch, and they are others.
+    On a CPU the random numbers are those that torch's dropout would draw in every step, for each
+    place and each layer in turn. On a GPU each place is drawn in one launch, with other numbers.
     """
     kept, drawn = [Dropout()] * len(places), []
     for place, (rate, shape) in enumerate(places):

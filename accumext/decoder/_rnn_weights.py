@@ -17,24 +17,24 @@ GRU, LSTM, RNN_TANH, RNN_RELU = range(4)
 
 @dataclass(frozen=True)
 class RnnWeights:
-    """A recurrent module of one direction, as its weights."""
+    """The weights and sizes of a recurrent module of one direction."""
 
     kind: int  # index into KINDS
     weights: list[Tensor | None]  # per layer weight_ih, weight_hh, bias_ih, bias_hh
-    given: list[Tensor]  # those of them that the module has
+    given: list[Tensor]  # the weights that the module has: those that are not None
     layers: int
     units: int  # H
     dropout: float  # between layers; 0 in eval mode
     stacked: bool  # the module's states are [L, B, H], not [B, H]
     state_parts: int  # tensors of a state: h, and c of an LSTM
-    gates: int  # a weight has gates H rows
+    gates: int  # a weight has gates * H rows
 
 
 def rnn_weights_of(module: nn.Module | None, *dtypes: torch.dtype) -> RnnWeights | None:
-    """The weights of one of torch's recurrent modules, which the operators then run.
+    """Return the weights of one of torch's recurrent modules, if the operators can run it.
 
-    None for anything else: where a call of the module does more than its formula, projections are
-    a part of that, or weights differ in dtype from each other or from `dtypes`.
+    None for any other cell, and for a module whose call does more than its formula, that has
+    projections, or whose weights differ in dtype from each other or from `dtypes`.
     """
     if not isinstance(module, (nn.RNNBase, nn.RNNCellBase)) or getattr(module, "proj_size", 0) > 0:
         return None
@@ -65,13 +65,13 @@ def rnn_weights_of(module: nn.Module | None, *dtypes: torch.dtype) -> RnnWeights
 
 
 def dense_rows(table: Tensor) -> Tensor:
-    """The embedding's weight, elements of a row next to each other."""
+    """Return the embedding's weight with the elements of each row next to each other."""
     table = table.detach()
     return table if table.stride(1) == 1 else table.contiguous()
 
 
 def operands(rnn: RnnWeights, dtypes: Dtypes) -> list[Tensor]:
-    """The weights in the dtypes of the products; an empty bias is none."""
+    """Return the weights in the dtypes of products and sums, and an empty tensor for no bias."""
     kinds = (dtypes.cell, dtypes.cell, dtypes.accumulation, dtypes.accumulation)
     found = []
     for place, weight in enumerate(rnn.weights):
@@ -85,7 +85,8 @@ def operands(rnn: RnnWeights, dtypes: Dtypes) -> list[Tensor]:
 def states_from(
     rnn: RnnWeights, state: Sequence[Tensor], steps: int, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Per layer h, and c of an LSTM, [T + 1, B, H], of which the first row is written."""
+    """Return memory for all states, [T + 1, B, H], with the given state in row 0: per layer h, and
+    c of an LSTM."""
     states = []
     for layer in range(rnn.layers):
         for part in state:
@@ -98,7 +99,7 @@ def states_from(
 def module_state(
     rnn: RnnWeights, of_layers: list[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:
-    """Tensors [B, H], of each layer h and c, in the module's parts."""
+    """Return tensors [B, H], per layer h and c of an LSTM, in the layout of the module's state."""
     found = []
     for part, dtype in enumerate(dtypes):
         layers = of_layers[part :: rnn.state_parts]

@@ -1,5 +1,5 @@
-"""The head's gradients between the passes of either path: those of the loss by the cell's outputs
-and the head's parameters, or all that is needed to form them again."""
+"""The head's gradients between the forward and the backward pass: those of the loss with respect to
+the cell's outputs and the head's parameters, or the tensors from which they are formed later."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from accumext.tensors.torch_private import retains_graph, write_count
 
 
 class SavedForBackward:
-    """The gradients of one call's head, and the parameters as they were."""
+    """The gradients of one call's head, and its parameters with their numbers of writes."""
 
     def __init__(
         self,
         transcript: Transcript,
         inverse_divisor: Tensor,  # 0-dim
-        gradients: HeadGradients | None,  # of the summed loss; None: to be formed
-        # Tensors that a callable's steps use, and their numbers of writes when these began.
+        gradients: HeadGradients | None,  # of the summed loss; None: formed in the backward pass
+        # Tensors that a callable's steps use, with their numbers of writes before the first step.
         used: Sequence[tuple[Tensor, int]] = (),
     ) -> None:
         self.transcript, self.model = transcript, transcript.model
@@ -36,14 +36,14 @@ class SavedForBackward:
         for tensor, count in used:
             if tensor is not self.model.table.weight:
                 self._used.append(tensor)
-            if write_count(tensor) != count:  # steps renormalise it, and may do so again
+            if write_count(tensor) != count:  # steps write it, as by max_norm: replays may, too
                 self._written.add(id(tensor))
         self._parameters = self._read_again()
         self._write_counts = list(map(write_count, self._parameters))
 
     def check_unchanged(self) -> None:
-        """Raise, as autograd would, if a parameter was written since the forward, or replaced where
-        the cell is called again. (The operators have the tensors, whatever the module has now.)"""
+        """Raise, as autograd would, if a parameter was written since the forward pass. Raise also
+        if a cell that is called again has other parameters. (Operators keep the old tensors.)"""
         contract = "be those of the forward pass until the backward pass has run"
         if list(map(write_count, self._parameters)) != self._write_counts:
             raise RuntimeError(message(OP, "parameters", contract, "changed ones"))
@@ -61,16 +61,16 @@ class SavedForBackward:
     def head_gradients(
         self,
         upstream: Tensor,  # 0-dim or [T, B]
-        outputs: Callable[[], Iterable[Tensor]],  # that the head read, [n, H] each, [T B, H] in all
+        outputs: Callable[[], Iterable[Tensor]],  # the head's inputs, [n, H] each, [T B, H] in all
         needs: NeedsGrad,
         fuse_weight: bool,  # whether the weight's gradient may go to a main gradient directly
     ) -> tuple[HeadGradients, Tensor | None]:
-        """The gradients under an upstream gradient, and where the weight's went, if to a main
-        gradient.
+        """Return the gradients, multiplied by the upstream gradient, and the main gradient to which
+        the weight's was added, if any.
 
-        They are those of the forward pass, of which a copy is made while the graph is retained: a
-        second pass has the same bits. They are formed here for `reduction="none"`, whose upstream
-        is per token, and for a weight whose main gradient was not there before.
+        As a rule they come from the forward pass. They are copied if the graph is retained, so that
+        a second backward pass has the same bits. They are formed here for `reduction="none"`, whose
+        upstream is per token, and for a weight with a main gradient, which is only known here.
         """
         gradients, factor = self._gradients, upstream.to(self.model.dtypes.accumulation)
         if gradients is not None:
@@ -97,7 +97,7 @@ class SavedForBackward:
             span = slice(done, done + len(hidden))
             index = torch.arange(span.start, span.stop, device=hidden.device)
             counted = all_counted.flatten()[span]
-            if counted.device.type == "cpu":  # on a GPU the host would wait for their number
+            if counted.device.type == "cpu":  # on a GPU the host would wait for the number of rows
                 index = index[counted]
             local = index - done
             targets = transcript.targets.flatten()[index]
@@ -108,14 +108,15 @@ class SavedForBackward:
         return formed, main
 
     def _read_again(self) -> list[Tensor]:
-        """The parameters that the backward pass reads again; no table that lookups write into."""
+        """Return the parameters that the backward pass reads again, without a table that lookups
+        write into."""
         model = self.model
         found = [] if model.table.max_norm is not None else [model.table.weight]
         found.append(model.head_weight)
         if model.head_bias is not None:
             found.append(model.head_bias)
         if model.rnn is not None and model.cell.module is not None:
-            found += model.cell.module.parameters()  # frozen or not, they are all read
+            found += model.cell.module.parameters()  # frozen ones are read, too
         else:
             found += parameter_tensors(model.cell)
             found += [*parameters_of(model.table.module), *parameters_of(model.called_head)]

@@ -1,4 +1,4 @@
-"""The tokens of a call of `decode_loss`: how many, which of them count, and which are fed."""
+"""The tokens of a call of `decode_loss`: their shape, which of them count, and which are fed."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Tokens:
     shape: tuple[int, int]  # (T, B)
     steps: int  # T
     batch: int  # B
-    targets: Tensor | None  # int64 [T, B], in [0, V): 0 where not counted; None: the predictions
-    counted: Tensor  # bool [T, B]: within its length and not ignored
+    targets: Tensor | None  # int64 [T, B], in [0, V), 0 if not counted; None: the predictions
+    counted: Tensor  # bool [T, B]: within the row's length and not ignored
     within_length: Tensor | None  # bool [T, B]; None without `lengths`
     eos: int | None
     feedback: Feedback
@@ -49,7 +49,7 @@ class Tokens:
 
 
 def tokens_from(model: Model, given: Arguments) -> Tokens:
-    """The steps, rows, targets, feedback and initial state of a call, time-major and checked."""
+    """Check the steps, rows, targets, feedback and initial state of a call, and return them."""
     cell, table, device = model.cell, model.table, model.device
     words, rows = len(model.head_weight), len(table.weight)
     state, lengths, eos, resets = given["state"], given["lengths"], given["eos"], given["resets"]
@@ -68,7 +68,7 @@ def tokens_from(model: Model, given: Arguments) -> Tokens:
     if lengths is not None:
         within_length = within_length_of(OP, lengths, shape, device, "the head's device")
         counted = counted & within_length
-    # Padding also past a row's length, where targets may be anything.
+    # Past a row's length, where targets may be anything, padding is fed.
     padding = table.padding_token
     if targets is None:
         fed = torch.full(shape, padding, device=device)
@@ -103,7 +103,7 @@ def tokens_from(model: Model, given: Arguments) -> Tokens:
 
 
 def _check_renormalised(model: Model) -> None:
-    """Raise where lookups of predictions would write into the head's weight."""
+    """Raise if lookups of predictions would write into the head's weight."""
     table = model.table
     if share_memory(model.head_weight, table.weight):
         contract = "have no max_norm where the head shares its weight and predictions are fed"
@@ -112,7 +112,7 @@ def _check_renormalised(model: Model) -> None:
 
 
 def _targets(targets: Any, ignore_index: Any, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The targets, int64 [T, B], and which of them are not ignored, bool [T, B]."""
+    """Return the targets, int64 [T, B], checked, and which are not ignored, bool [T, B]."""
     if ignore_index.__class__ is not int:
         ignore_index = integer(OP, "ignore_index", ignore_index)
     if not isinstance(targets, Tensor) or targets.dtype != torch.int64:
@@ -125,7 +125,7 @@ def _targets(targets: Any, ignore_index: Any, device: torch.device) -> tuple[Ten
 
 
 def _free_steps(given: Arguments) -> int:
-    """T where the decoder's own tokens are its targets."""
+    """Return the number of steps of a call without targets, which predicts its own, checked."""
     feedback, inputs, steps = given["feedback"], given["inputs"], given["steps"]
     if not isinstance(feedback, str) or feedback not in ("sample", "greedy"):
         contract = "be 'sample' or 'greedy' where targets are None"
@@ -144,7 +144,7 @@ def _free_steps(given: Arguments) -> int:
 def batch_size(
     cell: Cell, state: State, start: Any, lengths: Any, context: tuple[Tensor, ...]
 ) -> int:
-    """B, from what is given for each row, or the context; 1 if nothing tells."""
+    """Return B, from the size of an argument that has rows; 1 if there is none."""
     for given in (start, lengths):
         if isinstance(given, (tuple, list)) or (isinstance(given, Tensor) and given.dim() == 1):
             return len(given)
@@ -155,7 +155,7 @@ def batch_size(
 
 
 def _check_range(targets: Tensor, words: int) -> None:
-    """Raise on a CPU for a token outside [0, V); on a GPU the lookups themselves assert."""
+    """Raise on a CPU if a token is outside [0, V); on a GPU the lookups themselves assert."""
     if targets.device.type != "cpu" or targets.numel() == 0:
         return
     low, high = targets.aminmax()
@@ -166,8 +166,8 @@ def _check_range(targets: Tensor, words: int) -> None:
 
 
 def _check_layout(cell: Cell, targets: Tensor, given: Arguments) -> None:
-    """Raise where the state, the lengths or the start tokens say that B is the targets' other
-    dimension. Warn of a module with `batch_first`, which orders nothing here."""
+    """Raise if B, by the state, lengths or start tokens, is the other dimension of the targets.
+    Warn if the module has `batch_first`, which has no effect here, and the layout is unclear."""
     steps, batch = targets.shape
     module, batch_first = cell.module, given["batch_first"]
     unclear = not batch_first and isinstance(module, nn.RNNBase) and module.batch_first

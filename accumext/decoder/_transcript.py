@@ -13,7 +13,7 @@ from accumext.recurrence import OPEN_GATE, WHOLE, State
 
 
 class Decoded(NamedTuple):
-    """The results of a path, beside those per token."""
+    """The results of a call that its transcript does not hold."""
 
     loss: Tensor
     state: State
@@ -31,7 +31,7 @@ class Results(NamedTuple):
 
 
 class Transcript:
-    """One call in flight: its arguments, random numbers, and what it finds per token, [T, B] each.
+    """A running call: its arguments, random numbers and results per token, [T, B] each.
 
     A row is active until its length, or until the step after the one that predicted `eos`.
     """
@@ -47,10 +47,10 @@ class Transcript:
             self.gate = truncation.gate(*tokens.shape, weight, generator, tokens.resets)
         shape, device, pad = tokens.shape, model.device, model.table.padding_token
         self.predicted = torch.full(shape, pad, device=device)  # int64
-        self.inputs = torch.full(shape, pad, device=device)  # int64, the tokens that were fed
+        self.inputs = torch.full(shape, pad, device=device)  # int64: the tokens that are fed
         self.losses = torch.zeros(shape, dtype=model.dtypes.accumulation, device=device)
         self.entropies = None if objective.entropy_weight == 0 else torch.zeros_like(self.losses)
-        # int64: the losses' targets, known as soon as the predictions, where those are meant
+        # int64: the targets of the losses; without targets these are the predictions
         self.targets = self.predicted if tokens.targets is None else tokens.targets
         self.active = tokens.within_length  # bool; None: every row at every step
         if tokens.eos is not None:
@@ -61,18 +61,19 @@ class Transcript:
         self.inputs[first] = teacher if self.active is None else self.padded(first, teacher)
 
     def counted(self, steps: slice = slice(None)) -> Tensor:
-        """True where tokens of these steps have a loss, bool [n, B], as far as is known now."""
+        """Return which tokens of these steps have a loss, bool [n, B]. Rows that have not ended yet
+        are taken to go on."""
         counted = self.tokens.counted[steps]
         return counted if self.active is None else counted & self.active[steps]
 
     def padded(self, steps: int | slice, tokens: Tensor) -> Tensor:
-        """The tokens of these steps, with padding in inactive rows."""
+        """Return the tokens of these steps, with padding in inactive rows."""
         if self.active is None:
             return tokens
         return torch.where(self.active[steps], tokens, self.model.table.padding_token)
 
     def predict(self, head: FusedCrossEntropy, begin: int, end: int, hidden: Tensor) -> None:
-        """Put the outputs [(end - begin) B, H] of these steps through the head: tokens, losses."""
+        """Compute tokens and losses of these steps from the head's inputs [(end - begin) B, H]."""
         span, first, last = slice(begin, end), begin * self.tokens.batch, end * self.tokens.batch
         index = torch.arange(first, last, device=hidden.device)
         targets, uniforms = self.tokens.targets, self.source.uniforms
@@ -80,7 +81,7 @@ class Transcript:
         uniforms = None if uniforms is None else uniforms.view(-1)[first:last]
         counted = self.counted(span).flatten()
         if self.active is not None and self.active.device.type == "cpu":
-            # Only active rows. On a GPU the host would have to wait for their number.
+            # Select the active rows. On a GPU the host would have to wait for their number.
             active = self.active[span].flatten().nonzero().squeeze(1)
             hidden, index, counted = hidden[active], index[active], counted[active]
             targets = None if targets is None else targets[active]
@@ -99,7 +100,7 @@ class Transcript:
     def add_rows(
         self, head: FusedCrossEntropy, rows: Tensor, hidden: Tensor, stats: Tensor
     ) -> None:
-        """The losses of rows [M], of T B, of which an operator has found the tokens."""
+        """Compute the losses of rows [M] whose tokens are known, by their positions among T B."""
         targets, counted = self.targets.flatten()[rows], self.tokens.counted
         if self.active is not None:
             counted = counted & self.active
@@ -113,7 +114,8 @@ class Transcript:
         self.losses.view(-1)[rows] = head.add_rows(hidden, targets, counted, rows, upstream, stats)
 
     def upstream(self, rows: Tensor) -> Tensor | None:
-        """The factor of the losses of these rows [M], of T B, as far as is known now."""
+        """Return the factor of the losses of rows [M], positions among T B. It lacks the divisor if
+        that is not known yet."""
         weight, inverse = self.objective.token_weight, self.objective.known_inverse_divisor
         if weight is None:
             return inverse
@@ -121,7 +123,7 @@ class Transcript:
         return weight if inverse is None else weight * inverse
 
     def feed_back(self, step: int) -> None:
-        """After the tokens of a step: end rows that predicted eos, and set the next inputs."""
+        """End the rows whose token of this step is eos, and set the inputs of the next step."""
         tokens = self.tokens
         if step + 1 >= tokens.steps:
             return
@@ -131,12 +133,12 @@ class Transcript:
         self.inputs[step + 1] = self.padded(step + 1, following)
 
     def finish(self) -> Results:
-        """The loss without a graph, and all else that is known after the last step."""
+        """Return the loss without a graph, its divisor, and the lengths, after the last step."""
         objective, losses, active = self.objective, self.losses, self.active
         inverse = objective.known_inverse_divisor
         if inverse is None:
             inverse = objective.inverse_divisor(self.counted(), self.targets, losses.dtype)
-        if objective.token_weight is not None:  # any, also NaN, where there is no loss
+        if objective.token_weight is not None:  # that of a token that is not counted may be NaN
             losses = torch.where(self.counted(), losses * objective.token_weight, 0)
         if objective.reduction != "none":
             losses = losses.sum() * inverse

@@ -1,4 +1,4 @@
-"""`generate`: a decoder's own tokens, greedily, by samples or by beam search."""
+"""`generate`: tokens of a decoder, greedily, by sampling or by beam search."""
 
 from accumext.generation._generate import GenerateOutput as GenerateOutput
 from accumext.generation._generate import generate as generate

@@ -1,10 +1,10 @@
-"""Beam search: several hypotheses of each row side by side, row k * B + b being the k-th of row b.
+"""Beam search: K hypotheses of each row as a batch of K B rows; row k * B + b is the k-th of row b.
 
-At each step the K B active hypotheses are continued by every token. Of a row's continuations, best
-first, those among the first K that end are set aside, with their score / length **
-length_penalty, and the best K of these are kept; the first K that do not end stay active. A row is
-done once none of its active hypotheses could become better than the worst that is kept. A score
-that is NaN compares as the best, so that tokens of NaN logits have it.
+At each step the K B active hypotheses are continued by every token, and a row's continuations are
+sorted, best first. Those among the first K that end are finished: their scores are divided by
+length ** length_penalty, and the best K finished ones are kept. The first K that do not end stay
+active. A row is done once none of its active hypotheses could become better than the worst kept
+one. A score that is NaN compares as the best, so that rows with NaN logits have the score NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Candidates(NamedTuple):
     """Continuations [n, B] of active hypotheses."""
 
     score: Tensor  # fp64: sum of log-probabilities
-    parent: Tensor  # int64: which of the K
+    parent: Tensor  # int64: index of the hypothesis, in [0, K)
     token: Tensor  # int64
     log_prob: Tensor
 
@@ -31,10 +31,10 @@ class _Candidates(NamedTuple):
 class _Kept(NamedTuple):
     """The best hypotheses that have ended, [K, B], best first."""
 
-    score: Tensor  # fp64, penalised; -inf: there is none
+    score: Tensor  # fp64, penalised; -inf: no hypothesis
     length: Tensor  # int64
-    parent: Tensor  # int64: which of the K active ones it continued
-    token: Tensor  # int64: its last
+    parent: Tensor  # int64: index of the active hypothesis that it continued, in [0, K)
+    token: Tensor  # int64: the last one
     log_prob: Tensor
 
 
@@ -46,7 +46,7 @@ def beam_search(
     beams: int,
     length_penalty: float,
 ) -> tuple[Generated, Tensor]:
-    """The best hypotheses of every row, and their scores [B, K]."""
+    """Search the best hypotheses of every row. Return them and their scores [B, K]."""
     search = _Search(stepper.from_state(state), state, first, steps, beams, length_penalty)
     watch = EndWatch()
     for step in range(steps):
@@ -70,21 +70,21 @@ class _Search:
         self.stepper, self.beams, self.batch, self.penalty = stepper, beams, batch, penalty
         self.batch_dim = stepper.model.cell.batch_dim
         self.limits = stepper.limits.clamp(max=steps)
-        self.active = self.limits > 0  # [B]: rows that may still become better
+        self.active = self.limits > 0  # [B]: rows that are not done
         self.rows = torch.arange(batch, device=first.device)
         none = torch.full((beams, batch), -torch.inf, dtype=torch.float64, device=first.device)
         self.scores = none.index_fill(0, self.rows.new_zeros(1), 0.0)  # of the active hypotheses
         zeros = torch.zeros_like(none, dtype=torch.int64)
         log_probs = torch.zeros_like(none, dtype=stepper.layer.dtype)
         self.kept = _Kept(none, zeros, zeros, zeros, log_probs)
-        self.some_kept = False  # whether any may be
+        self.some_kept = False  # whether some hypothesis may have ended
         self.tokens = first.expand(beams, batch)
         self.state, self.best_state = self._on_every_beam(state), state
         # Parents, tokens and log-probabilities [K, B] of the active hypotheses after each step.
         self.path: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def advance(self, step: int) -> None:
-        """One more token of every active hypothesis."""
+        """Add one token to every active hypothesis."""
         hidden, state = self._step()
         candidates, ends = self._candidates(hidden), self.limits == step + 1
         is_eos = torch.zeros_like(candidates.token, dtype=torch.bool)
@@ -114,7 +114,7 @@ class _Search:
             self.active &= ~(self.kept.score[-1] >= self._attainable(step))
 
     def results(self) -> tuple[Generated, Tensor]:
-        """The hypotheses kept, from their last tokens to their first."""
+        """Return the kept hypotheses. Their tokens are traced back from the last to the first."""
         kept, steps = self.kept, int(self.kept.length.max()) if self.kept.length.numel() else 0
         tokens = torch.full_like(kept.token, self.stepper.pad).repeat(steps, 1, 1)
         log_probs = torch.zeros_like(kept.log_prob).repeat(steps, 1, 1)
@@ -128,14 +128,14 @@ class _Search:
                 parent = torch.where(inside, before, parent)
             tokens[step] = torch.where(last, kept.token, tokens[step])
             log_probs[step] = torch.where(last, kept.log_prob, log_probs[step])
-        silent = self.limits == 0  # a row of no steps has one hypothesis, of no tokens
+        silent = self.limits == 0  # a row without steps has one hypothesis, without tokens
         scores = kept.score.clone()
         scores[0] = scores[0].masked_fill(silent, 0.0)
         found = (tokens.transpose(1, 2), log_probs.transpose(1, 2), kept.length.t())
         return Generated(*found, self._last_state()), scores.t().to(self.stepper.layer.dtype)
 
     def _last_state(self) -> State:
-        """The best hypotheses' states, and what is everyone's as the last step left it."""
+        """Return the states of the best hypotheses, with 0-dim tensors from the last step."""
         if not self.some_kept:
             return self.best_state
         current = iter(leaves(self.state))
@@ -147,11 +147,11 @@ class _Search:
         return map_leaves(last, self.best_state)
 
     def _step(self) -> tuple[Tensor, State]:
-        """Outputs [K B, H] and states after the hypotheses' last tokens."""
+        """Return outputs [K B, H] and states after the hypotheses' last tokens."""
         stepper, size = self.stepper, self.batch
         if not stepper.model.context:
             return stepper.step(self.tokens.flatten(), self.state)
-        # A hypothesis of every row at a time: the context is as it was given, and never copied.
+        # One hypothesis of every row at a time: the context has B rows, and is not copied K times.
         found = []
         for k in range(self.beams):
             at = slice(k * size, (k + 1) * size)
@@ -161,7 +161,7 @@ class _Search:
         return torch.cat(hiddens), join(OP, self._cat, list(states))
 
     def _candidates(self, hidden: Tensor) -> _Candidates:
-        """The likeliest continuations [K n, B] of the active hypotheses, best first."""
+        """Return the likeliest continuations [K n, B] of the active hypotheses, best first."""
         count = min(self.beams + 1, len(self.stepper.layer.weight))
         shape = (self.beams, self.batch, count)
         log_prob, token = (
@@ -174,8 +174,9 @@ class _Search:
         return _Candidates(order.values, at // count, token.gather(0, at), log_prob.gather(0, at))
 
     def _likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [K B, count] and their tokens; on a CPU, where the host knows which
-        hypotheses are dead without waiting, anything for these."""
+        """Return log-probabilities [K B, count] and their tokens. Inactive hypotheses are skipped
+        on a CPU, and have any values there. On a GPU the host would have to wait for their number.
+        """
         layer = self.stepper.layer
         if hidden.device.type != "cpu":
             return layer.likeliest(hidden, count)
@@ -189,7 +190,7 @@ class _Search:
         return log_probs, tokens
 
     def _keep(self, step: int, candidates: _Candidates, finished: Tensor, state: State) -> None:
-        """Set aside those of the best K continuations that have ended, `finished` [K, B]."""
+        """Keep the best hypotheses, with those of the best K continuations that are `finished`."""
         size = self.beams
         best = _Candidates(*(column[:size] for column in candidates))
         score = (best.score / (step + 1) ** self.penalty).masked_fill(~finished, -torch.inf)
@@ -206,8 +207,8 @@ class _Search:
         )
 
     def _attainable(self, step: int) -> Tensor:
-        """The highest score that the best active hypothesis [B] can reach, with no further loss:
-        shortest or longest, as the penalty has it."""
+        """Return the highest score [B] that the best active hypotheses can reach, if further tokens
+        have probability 1. The penalty favours either the shortest or the longest length."""
         best = self.scores[0]
         soon, late = (step + 2) ** self.penalty, self.limits.double() ** self.penalty
         return torch.maximum(best / soon, best / late)
@@ -223,10 +224,11 @@ class _Search:
 
 
 def _may_be_any(flags: Tensor) -> bool:
-    """Tell whether a flag is set. The host does not wait for a GPU's: any may be."""
+    """Tell whether a flag is set. True on a GPU, for which the host would have to wait."""
     return flags.device.type != "cpu" or bool(flags.any())
 
 
 def _rows(leaf: Tensor, at: slice, dim: int) -> Tensor:
-    """A view of these rows; a number of all rows, which a cell may write into, as it is now."""
+    """Return a view of these rows. A 0-dim tensor belongs to all rows, and a cell may write into
+    it: return a copy."""
     return leaf.clone() if leaf.dim() == 0 else leaf.narrow(dim, at.start, at.stop - at.start)

@@ -1,4 +1,4 @@
-"""`generate`: what a decoder says, greedily, by samples or by beam search."""
+"""`generate`: tokens of a decoder, greedily, by sampling or by beam search."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ class GenerateOutput(NamedTuple):
     """The results of `generate`; [B, T] in place of [T, B] with `batch_first`.
 
     Attributes:
-        tokens: int64 [T, B], or [T, B, K] of a beam, best first; padding after the end.
-        log_probs: of the tokens, of their shape, 0 after the end; fp32, fp64 in double precision.
+        tokens: int64 [T, B], or [T, B, K] from beam search, best first; padding after the end.
+        log_probs: of the tokens, in their shape, 0 after the end; fp32, fp64 in double precision.
         lengths: int64 [B] or [B, K], tokens until each row ended, its `eos` included.
-        state: each row's at its end; of a beam that of the best hypothesis.
+        state: of each row at its end; from beam search that of the best hypothesis.
         scores: [B] or [B, K], sums of `log_probs`, divided by `length ** length_penalty`.
     """
 
@@ -90,41 +90,42 @@ def generate(
 ) -> GenerateOutput:
     """Generate tokens: greedily, by sampling, or by beam search.
 
-    The same step as that of `decode_loss`, without a graph and without keeping logits: no more than
-    32 rows of them exist at once, so the memory does not grow with the length. Greedy tokens are
-    those of `decode_loss(feedback="greedy")`. With the same generator and no filter, samples are
-    those of `decode_loss(feedback="sample")`. Stops when every row has ended.
+    The steps are those of `decode_loss`, without a graph. At most 32 rows of logits exist at once,
+    and none are kept, so the memory does not grow with the length. Greedy tokens are those of
+    `decode_loss(feedback="greedy")`. With the same generator and without `top_k` and `top_p`,
+    samples are those of `decode_loss(feedback="sample")`. Stops when every row has ended.
 
     Args:
-        embedding, cell, head, state, context, batch_dim: as in `decode_loss`, but that a callable
-            may write into its state, such as a cache; the caller's is not written. Modules in
-            training mode apply their own dropout: call `eval()` before.
-        max_length: T, tokens of a row at most.
+        embedding, cell, head, state, context, batch_dim: as in `decode_loss`, except that a
+            callable may write into its state, such as a cache: it gets a copy of the given state.
+            Modules in training mode apply their own dropout: call `eval()` before.
+        max_length: T, the largest number of tokens of a row.
         start: the first input token, an int or int64 [B].
         prompt: int64 [P, B], fed first, in place of `start`; not part of the result.
         eos: a row that emits this token ends with it.
         search: "greedy", "sample" or "beam".
         temperature: only for "sample", like `top_k` and `top_p`: what logits are divided by.
-        top_k: samples are drawn from the k likeliest tokens; among equals, from the lowest.
-        top_p: of these, from the fewest, likeliest first, whose probabilities reach this share.
-        beams: K, hypotheses of "beam" that are active side by side, and that are returned. Of a
-            row's continuations those among the best K that end are set aside, and the best K that
-            do not stay active, until none of them could become better than the worst set aside.
+        top_k: samples are drawn from the k likeliest tokens; ties go to the lowest index.
+        top_p: samples are drawn from the fewest of these, likeliest first, whose probabilities add
+            up to this share of the sum.
+        beams: K, the number of hypotheses per row that are active at once in "beam", and of those
+            returned. A row's best K continuations that end are finished, and the best K that do not
+            end stay active, until none of these could become better than the K best finished ones.
         length_penalty: hypotheses are compared by the sum of their log-probabilities divided by
-            length ** length_penalty: above 0 long ones gain.
+            length ** length_penalty: values above 0 favour long ones.
         generator: of "sample"; by default one seeded from torch's global generator.
-        lengths: ints [B], a tensor or a list: how many tokens each row has at most. With `lengths`,
-            `eos` or "beam" every tensor of a callable's state must have the batch in `batch_dim`
-            (0-dim tensors belong to all rows). It may grow in one other dimension: a row that has
-            ended has zeros behind its own entries. A callable whose state is None takes a step in
-            rows of length 0, too.
+        lengths: ints [B], a tensor or a list: the largest number of tokens of each row. With
+            `lengths`, `eos` or "beam" every tensor of a callable's state must have the batch in
+            `batch_dim` (0-dim tensors belong to all rows). It may grow in one other dimension: a
+            row that has ended gets zeros behind its own entries. If a callable's state is None,
+            rows of length 0 take a step, too.
         batch_first: prompt and results are [B, T], or [B, T, K].
 
     Returns:
         A `GenerateOutput`, T being the length of the longest row. `log_probs` are those of the
-        model, before temperature, top_k and top_p. Where a row has fewer than K hypotheses, the
-        others have length 0 and score -inf. A row whose largest logit is infinite or NaN has no
-        distribution: its token is that of `torch.argmax`, also of "sample", and its score is NaN.
+        model, before temperature, top_k and top_p. If a row has fewer than K hypotheses, the others
+        have length 0 and score -inf. A row whose largest logit is infinite or NaN has no
+        distribution: its token is that of `torch.argmax`, also in "sample", and its score is NaN.
 
     Raises:
         ValueError: a value or shape is wrong; on a GPU, token values are device asserts instead.
@@ -177,7 +178,7 @@ def generate(
                 counts = generated.lengths.clamp(min=1).to(generated.log_probs.dtype)
                 scores = generated.log_probs.sum(0) / counts**length_penalty
     last = generated.state
-    if stepper.rnn is not None:  # in the precision of sums, so far
+    if stepper.rnn is not None:  # operators have the state in the dtype of sums
         parts = iter(dtypes)
         last = map_tensors(lambda leaf: leaf.to(next(parts)), last)
     tokens, log_probs = generated.tokens, generated.log_probs
@@ -194,7 +195,7 @@ def _max_length(value: Any) -> int:
 
 
 def _stepper(model: Model, eos: Any, lengths: Any, batch: int, steps: int) -> Stepper:
-    """The model step by step, with the ends of its rows."""
+    """Check `eos` and `lengths`, and return the decoder with them, to be run step by step."""
     device, words = model.device, len(model.head_weight)
     if lengths is None:
         limits = torch.full((batch,), steps, device=device)
@@ -208,14 +209,14 @@ def _stepper(model: Model, eos: Any, lengths: Any, batch: int, steps: int) -> St
         fail_value(OP, "eos", f"be in [0, {words})", eos)
     rnn = model.rnn
     if rnn is not None and rnn.dropout > 0 and rnn.layers > 1:
-        rnn = None  # the module drops what it drops in training mode
+        rnn = None  # in training mode, the module is called for its dropout between layers
     ends = lengths is not None or eos is not None
     layer = OutputLayer.of(model)
     return Stepper(model, layer, rnn, eos, limits, ends)
 
 
 def _prompt(model: Model, value: Any, batch_first: bool) -> Tensor:
-    """The prompt, int64 [P, B] with P >= 1."""
+    """Check the prompt, and return it as int64 [P, B] with P >= 1."""
     prompt = token_tensor(OP, "prompt", value, "be an integer tensor [P, B]")
     if prompt.dim() != 2:
         fail_value(OP, "prompt", "have shape [P, B]", list(prompt.shape))
@@ -228,7 +229,7 @@ def _prompt(model: Model, value: Any, batch_first: bool) -> Tensor:
 
 
 def _start(model: Model, value: Any, batch: int) -> Tensor:
-    """The input [B] after which the first token is generated."""
+    """Check the start tokens, the first input, and return them as [B]."""
     if isinstance(value, Tensor):
         start = token_tensor(OP, "start", value, "be an int or an integer tensor [B]")
         same_device(OP, "start", [start], model.device)
@@ -241,7 +242,7 @@ def _start(model: Model, value: Any, batch: int) -> Tensor:
 
 
 def _check_tokens(name: str, tokens: Tensor, model: Model) -> None:
-    """Check on a CPU that the embedding has a row for each token: a GPU's lookup asserts it."""
+    """Check on a CPU that the embedding has a row for each token: a lookup on a GPU asserts it."""
     rows = model.table.weight.shape[0]
     if tokens.device.type != "cpu":
         return
@@ -253,7 +254,7 @@ def _check_tokens(name: str, tokens: Tensor, model: Model) -> None:
 def _state(model: Model, state: State, batch: int, batch_dim: Any, by_rows: bool) -> State:
     if state is None:
         return model.cell.initial_state(batch, model.table.weight)
-    state = map_tensors(lambda leaf: leaf.detach().clone(), state)  # the result is the caller's
+    state = map_tensors(lambda leaf: leaf.detach().clone(), state)  # a cell may write into it
     model.cell.check_state(OP, state, batch)
     same_device(OP, "state", tensors(state), model.device)
     if model.cell.state_shapes is None and by_rows:
@@ -261,7 +262,7 @@ def _state(model: Model, state: State, batch: int, batch_dim: Any, by_rows: bool
     return state
 
 
-# A search, an option of it, and its values elsewhere. (Greedy search has one beam.)
+# A search, an option of it, and the values that other searches accept. (Greedy search is one beam.)
 _OF_ONE_SEARCH = (
     ("sample", "temperature", 1.0),
     ("sample", "top_k", None),
@@ -271,7 +272,7 @@ _OF_ONE_SEARCH = (
 
 
 def _filter(search: str, temperature: Any, top_k: Any, top_p: Any, beams: Any) -> TokenFilter:
-    """The tokens that samples are drawn from."""
+    """Check the options of searches, and return the filter of sampled tokens."""
     if not 0 < number(OP, "temperature", temperature) < math.inf:
         advice = 'search="greedy" is the limit of 0' if temperature == 0 else None
         fail_value(OP, "temperature", "be greater than 0 and finite", temperature, advice)
@@ -286,7 +287,8 @@ def _filter(search: str, temperature: Any, top_k: Any, top_p: Any, beams: Any) -
 
 
 def _draw(search: str, generator: Any, steps: int, batch: int, device: torch.device) -> Draw | None:
-    """Uniform numbers [n, B], step after step the same as for all steps at once."""
+    """Return a function that draws uniform numbers [n, B] for n more steps. The numbers are the
+    same as if those of all steps were drawn at once."""
     if generator is not None and not isinstance(generator, torch.Generator):
         fail_type(OP, "generator", "be a torch.Generator or None", type_name(generator))
     if search != "sample":
@@ -298,5 +300,5 @@ def _draw(search: str, generator: Any, steps: int, batch: int, device: torch.dev
 
     if device.type == "cpu":
         return drawn
-    parts = iter(drawn(steps))  # a GPU gives other numbers for each way to split them
+    parts = iter(drawn(steps))  # a GPU would draw other numbers in several smaller draws
     return lambda count: torch.stack([next(parts) for _ in range(count)])

@@ -1,5 +1,5 @@
-"""The output layer without a loss: tokens and their log-probabilities; and the operators for it, as
-those in accumext/decoder/_operators.py."""
+"""The output layer without a loss: tokens and their log-probabilities. Its operators are defined
+like those in accumext/decoder/_operators.py."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ LOGIT_ROWS = 32
 
 @dataclass(frozen=True)
 class OutputLayer:
-    """The head as the operators take it."""
+    """The head with the tensors that the operators read."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V], in the accumulation dtype
     dtype: torch.dtype  # of sums
-    changing: Tensor | None = None  # what `weight` was rounded from, if lookups write into it
-    logits: Callable[[Tensor], Tensor] | None = None  # of a head that is called, by its outputs
+    changing: Tensor | None = None  # source of the rounded `weight`, if lookups write into it
+    logits: Callable[[Tensor], Tensor] | None = None  # calls a head that does more than its formula
 
     @staticmethod
     def of(model: Model) -> OutputLayer:
-        """The head with its weight rounded to the dtype of the products."""
+        """Return the head of a model, with its weight rounded to the dtype of the products."""
         weight, bias, dtypes, table = model.head_weight, model.head_bias, model.dtypes, model.table
         if model.called_head is not None:
             logits = partial(called_logits, "generate", model)
@@ -53,7 +53,7 @@ class OutputLayer:
     def choose(
         self, hidden: Tensor, uniforms: Tensor | None, token_filter: TokenFilter
     ) -> tuple[Tensor, Tensor]:
-        """Tokens [M] of hidden [M, H], the argmax or samples, and their log-probabilities."""
+        """Choose tokens [M] for hidden [M, H]. Return them and their log-probabilities."""
         temperature, top_k, top_p = token_filter.of(len(self.weight))
         tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(3, len(hidden), dtype=self.dtype)
@@ -69,7 +69,7 @@ class OutputLayer:
         return tokens, log_probabilities(stats[2], stats)
 
     def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Log-probabilities [M, count] of hidden [M, H], largest first, and of which tokens."""
+        """Return the largest log-probabilities [M, count] for hidden [M, H], and their tokens."""
         found = hidden.new_empty(len(hidden), count, dtype=self.dtype)
         tokens = torch.empty(found.shape, dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
@@ -88,7 +88,8 @@ class OutputLayer:
 
 
 def log_probabilities(logits: Tensor, stats: Tensor) -> Tensor:
-    """Of the tokens of these logits, from what the operators find: peak, sum of exp(z - peak)."""
+    """Return the log-probabilities of tokens with these logits; `stats` has peak and sum of exp(z -
+    peak), as the operators write them."""
     return logits - stats[0] - stats[1].log()
 
 
@@ -106,14 +107,14 @@ def head_top_reference(
         stats[1, piece] = z.sub_(best.values[:, :1]).exp_().sum(1)
 
 
-# The largest logits of rows, largest first and of equal ones the first in the vocabulary, and what
-# their probabilities are found with.
+# The largest logits of each row, in descending order, with ties in the order of the vocabulary; and
+# statistics for their log-probabilities.
 head_top = define_operator(
     head_top_reference,
     "(Tensor hidden, Tensor weight, Tensor? bias, "  # as in head_forward
     "int logit_rows, "
     "Tensor(a!) logits, "  # [M, k], k <= V
-    "Tensor(b!) tokens, "  # int64 [M, k]: whose logits they are
+    "Tensor(b!) tokens, "  # int64 [M, k]: the tokens of `logits`
     "Tensor(c!) stats"  # [2, M]: peak, sum of exp(z - peak)
     ") -> ()",
 )
@@ -132,7 +133,7 @@ def head_sample_reference(
         tokens[piece] = chosen
 
 
-# Samples of the top_k most probable tokens, and of these of the fewest whose probabilities reach
+# Samples from the fewest of the top_k most probable tokens whose probabilities reach the share
 # top_p, by inversion in the order of the vocabulary.
 head_sample = define_operator(
     head_sample_reference,

@@ -1,4 +1,4 @@
-"""Greedy and sampled tokens: step by step, or by the operators in chunks of steps."""
+"""Greedy and sampled tokens: one step at a time, or by an operator in chunks of steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from accumext.generation._stepper import (
 from accumext.generation._token_filters import TokenFilter
 from accumext.recurrence import State
 
-Draw = Callable[[int], Tensor]  # uniform numbers of so many steps, fp64 [n, B]
+Draw = Callable[[int], Tensor]  # draws uniform numbers for n steps, fp64 [n, B]
 
 
 def generate_tokens(
@@ -30,7 +30,7 @@ def generate_tokens(
     draw: Draw | None,  # None takes the argmax
     token_filter: TokenFilter,
 ) -> Generated:
-    """Up to `steps` tokens of every row."""
+    """Generate up to `steps` tokens of every row."""
     temperature, *kept = token_filter.of(len(stepper.layer.weight))
     if stepper.rnn is not None and kept == [len(stepper.layer.weight), 1.0]:
         by_operator = OperatorSteps(stepper, stepper.rnn, state)
@@ -64,7 +64,7 @@ def _choose(
     token_filter: TokenFilter,
     active: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [B] and their log-probabilities; on a CPU anything for inactive rows."""
+    """Choose tokens [B]. Return them and their log-probabilities. Inactive rows have any values."""
     if not stepper.ends or active.device.type != "cpu" or all_known_active(active):
         return stepper.layer.choose(hidden, uniforms, token_filter)
     rows = active.nonzero()[:, 0]
@@ -82,7 +82,7 @@ def _no_log_probs(stepper: Stepper, shape: tuple[int, ...]) -> Tensor:
 def _in_chunks(
     by_operator: OperatorSteps, first: Tensor, steps: int, draw: Draw | None, temperature: float
 ) -> Generated:
-    """Up to `steps` tokens of every row, CHUNK steps at a time."""
+    """Generate up to `steps` tokens of every row, CHUNK steps at a time."""
     stepper, batch, watch = by_operator.stepper, len(first), EndWatch()
     going, fed = stepper.limits > 0, first
     tokens = [first.new_empty(0, batch)]

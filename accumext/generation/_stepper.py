@@ -1,5 +1,5 @@
-"""The steps of a decoder without a graph, by its modules or by an operator; and the end
-of its rows."""
+"""The steps of a decoder without a graph, by its modules or by an operator, and the ends of its
+rows."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from accumext.recurrence import State, check_output, freeze, map_tensors
 
 OP = "generate"
 
-# Steps that the operators take at once: a longer call needs more memory for states, and goes on
-# longer after the last row's end.
+# Steps per call of an operator: a longer call would need more memory for states, and would run more
+# steps after the end of the last row.
 CHUNK = 32
 
 
 class Generated(NamedTuple):
-    """Tokens and their log-probabilities, [T, B] or, of a beam, [T, B, K]; padding and 0 after the
-    end of a row."""
+    """Tokens and their log-probabilities, [T, B], or [T, B, K] from beam search. After the end of a
+    row they are padding and 0."""
 
     tokens: Tensor
     log_probs: Tensor
@@ -43,15 +43,15 @@ class Generated(NamedTuple):
 
 @dataclass(frozen=True)
 class Stepper:
-    """A decoder step by step, and the ends of its rows."""
+    """Runs a decoder step by step, and tells which rows have ended."""
 
     model: Model
     layer: OutputLayer
-    rnn: RnnWeights | None  # for the operators
+    rnn: RnnWeights | None  # for the operators; None: the cell is called
     eos: int | None
-    limits: Tensor  # int64 [B]: steps of each row at most
+    limits: Tensor  # int64 [B]: largest number of steps of each row
     ends: bool  # a row may end before the others
-    by_operator: Callable[[Tensor, State], tuple[Tensor, State]] | None = None  # runs a step
+    by_operator: Callable[[Tensor, State], tuple[Tensor, State]] | None = None  # runs one step
 
     @property
     def pad(self) -> int:
@@ -59,7 +59,7 @@ class Stepper:
         return self.model.table.padding_token
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """The output [B, H] and the state after the tokens [B]."""
+        """Return the output [B, H] and the state after the tokens [B]."""
         if self.by_operator is not None:
             return self.by_operator(tokens, state)
         table, model = self.model.table, self.model
@@ -72,7 +72,7 @@ class Stepper:
         return output, state
 
     def step_active(self, tokens: Tensor, state: State, active: Tensor) -> tuple[Tensor, State]:
-        """As `step`, but inactive rows keep their state, which the cell may write."""
+        """Run a step in which inactive rows keep their state, though the cell may write into it."""
         if not self.ends or all_known_active(active):
             return self.step(tokens, state)
         before = map_tensors(torch.clone, state)
@@ -80,7 +80,7 @@ class Stepper:
         return hidden, freeze(OP, active, new_state, before, self.model.cell.batch_dim)
 
     def prefill(self, state: State, prompt: Tensor) -> State:
-        """The state after the tokens of a prompt [P, B]."""
+        """Return the state after the tokens of a prompt [P, B]."""
         if self.rnn is not None:
             return OperatorSteps(self, self.rnn, state).prefill(prompt)
         for tokens in prompt:
@@ -88,13 +88,13 @@ class Stepper:
         return state
 
     def from_state(self, state: State) -> Stepper:
-        """The same steps, run by an operator where one can, from this state."""
+        """Return a stepper for steps from this state, run by an operator if that is possible."""
         if self.rnn is None:
             return self
         return replace(self, by_operator=OperatorSteps(self, self.rnn, state).step)
 
     def goes_on(self, active: Tensor, tokens: Tensor, step: int) -> Tensor:
-        """The rows [B] that stay active after the tokens [B] of this step."""
+        """Return which rows [B] stay active after the tokens [B] of this step."""
         if not self.ends:
             return active
         active = active & (self.limits > step + 1)
@@ -102,8 +102,7 @@ class Stepper:
 
 
 class OperatorSteps:
-    """Steps of one of torch's recurrent modules, which an operator runs, from a state that goes
-    on with them."""
+    """Runs steps of one of torch's recurrent modules by an operator, and keeps their state."""
 
     def __init__(self, stepper: Stepper, rnn: RnnWeights, state: Any) -> None:
         self.stepper, self.rnn = stepper, rnn
@@ -114,18 +113,18 @@ class OperatorSteps:
 
     @property
     def state(self) -> State:
-        """The state after the last step, as the module has it."""
+        """The state after the last step, in the layout of the module."""
         return tuple(self.parts) if self.rnn.state_parts == 2 else self.parts[0]
 
     def prefill(self, prompt: Tensor) -> State:
-        """The state after the tokens of a prompt [P, B]."""
+        """Return the state after the tokens of a prompt [P, B]."""
         for some in prompt.split(CHUNK):
             inputs = some.contiguous()
             self.run(inputs, inputs)
         return self.state
 
     def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """The output [M, H] and the state after tokens [M], as a cell's step."""
+        """Return the output [M, H] and the state after tokens [M], as the step of a cell does."""
         self.parts = list(state) if self.rnn.state_parts == 2 else [state]
         self.run(tokens[None], tokens[None].contiguous())
         hidden = self.parts[0]
@@ -136,8 +135,8 @@ class OperatorSteps:
         uniforms: Tensor | None = None, temperature: float = 1.0, stats: Tensor | None = None,
         rows: Tensor | None = None,
     ) -> int:  # fmt: skip
-        """Run the steps of these inputs [n, B], with `stats` the head, too. Return the
-        head's number of rows."""
+        """Run the steps of these inputs [n, B], with the head if `stats` is given. Return the
+        number of rows of the head."""
         layer, rnn = self.stepper.layer, self.rnn
         states = states_from(rnn, self.parts, len(inputs), layer.dtype)
         call = StepsCall(
@@ -147,32 +146,32 @@ class OperatorSteps:
         )  # fmt: skip
         with no_grad_no_autocast(inputs.device):
             used = call.run(0, len(inputs), layer.weight, layer.bias, LOGIT_ROWS, stats, rows)
-        last = [state[-1].clone() for state in states]  # a view would keep those of all steps
+        last = [state[-1].clone() for state in states]  # a view would keep all steps
         self.parts = module_state(rnn, last, [layer.dtype] * rnn.state_parts)
         return used
 
 
 def all_known_active(active: Tensor) -> bool:
-    """Tell whether every row is active, on a CPU, where the host knows it without waiting."""
+    """Tell whether every row is active. False on a GPU, for which the host would have to wait."""
     return active.device.type == "cpu" and bool(active.all())
 
 
 class EndWatch:
-    """Watches for the end of all rows. On a GPU it becomes known a few steps later, since the host
-    does not wait for it."""
+    """Detects the end of all rows. On a GPU it is detected a few steps late, since the host does
+    not wait for the GPU."""
 
     def __init__(self) -> None:
         self._asked: tuple[Tensor, torch.cuda.Event] | None = None
 
     def none_active(self, active: Tensor) -> bool:
-        """Tell whether no row is active, as far as is known."""
+        """Tell whether no row is active; on a GPU, whether no row was active some steps before."""
         if active.device.type != "cuda":
             return not active.any()
         if self._asked is not None:
             answer, event = self._asked
             if not event.query():
                 return False
-            if not answer.item():  # in the host's memory
+            if not answer.item():  # in host memory: this does not wait
                 return True
         answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
         answer.copy_(active.any(), non_blocking=True)

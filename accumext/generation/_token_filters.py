@@ -1,4 +1,4 @@
-"""Sampling from the likeliest tokens: the k largest, or the fewest with a share of the whole."""
+"""Sampling from the likeliest tokens: top-k, and top-p (nucleus) sampling."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Halvings of the range of a threshold before the tokens that are left in it are sorted: a
-# thousandth of the range holds few of them, and each halving reads all.
+# How often the range of a threshold is halved before the tokens in it are sorted. After ten times,
+# a thousandth of the range has few tokens left, and each halving reads all tokens.
 HALVINGS = 10
 
 
 @dataclass(frozen=True)
 class TokenFilter:
-    """The tokens that may be sampled."""
+    """The rule for tokens that may be sampled."""
 
     temperature: float
-    top_k: int | None  # the k with the largest logits; of equals the lowest
-    top_p: float | None  # then the fewest, likeliest first, whose shares of what is left reach this
+    top_k: int | None  # the k tokens with the largest logits; ties go to the lowest index
+    top_p: float | None  # of these the fewest, likeliest first, that reach this share of their sum
 
     def of(self, vocabulary: int) -> tuple[float, int, float]:
-        """As the operators take it: what keeps everything is V and 1."""
+        """Return the arguments for the operators: V and 1 stand for no top_k and no top_p."""
         top_k = vocabulary if self.top_k is None else min(self.top_k, vocabulary)
         return self.temperature, top_k, 1.0 if self.top_p is None else self.top_p
 
     def sample(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """Tokens [M] of logits [M, V] by uniform numbers, fp64 [M] in [0, 1): the first, in the
-        order of the vocabulary, at which the running sum of what is left passes the number; the
-        argmax where `_feedback.sample` takes it."""
+        """Sample tokens [M] of logits [M, V] by uniform numbers, fp64 [M] in [0, 1): the first in
+        the order of the vocabulary at which the running sum of the filtered probabilities exceeds
+        the number. A row whose largest logit is infinite or NaN gets its argmax."""
         peak, argmax = logits.max(1)
         if self.top_k is None or self.top_k >= logits.shape[1]:
             tokens = self._invert(logits, uniforms)
@@ -38,7 +38,7 @@ class TokenFilter:
         return torch.where(peak.isfinite(), tokens[:, 0], argmax)
 
     def _invert(self, logits: Tensor, uniforms: Tensor) -> Tensor:
-        """Positions [M, 1] in logits [M, n]."""
+        """Sample positions [M, 1] in logits [M, n] by inversion, after top_p."""
         shares = ((logits - logits.amax(1, keepdim=True)) / self.temperature).exp()
         if self.top_p is not None:
             shares = torch.where(fewest(shares, self.top_p), shares, 0)
@@ -49,18 +49,18 @@ class TokenFilter:
 
 
 def largest(logits: Tensor, count: int) -> Tensor:
-    """The columns [M, count] of the largest of each row [M, V], in ascending order; of equals the
-    first."""
+    """Return the columns [M, count] of the largest logits of each row [M, V], in ascending order.
+    Ties go to the first columns."""
     if logits.device.type == "cpu":
         values, columns = logits.topk(count)
-        if not ((~(logits < values[:, -1:])).sum(1) > count).any():  # no equals are left out
+        if not ((~(logits < values[:, -1:])).sum(1) > count).any():  # no ties at the last place
             return columns.sort(1).values
     return _first_of_the_largest(logits, count)
 
 
 def _first_of_the_largest(logits: Tensor, count: int) -> Tensor:
-    """The same, without a look at the values from the host: torch's `topk` finds the least of the
-    largest, not which of its equals come first."""
+    """Return the columns of `largest` without reading values on the host. torch's `topk` finds the
+    smallest of the largest logits; among those equal to it the first columns are chosen."""
     logits = logits.nan_to_num(torch.inf, torch.inf, -torch.inf)
     least = logits.topk(count).values[:, -1:]
     larger, equal = logits > least, logits == least
@@ -72,10 +72,10 @@ def _first_of_the_largest(logits: Tensor, count: int) -> Tensor:
 
 
 def fewest(shares: Tensor, part: float) -> Tensor:
-    """True for the fewest of each row [M, V], largest first and of equals the first, that together
-    reach this part of the row's sum."""
-    # A row of a vocabulary stays in a CPU's cache while it is read again and again. On a GPU all of
-    # them are sorted, since the host does not wait to learn how much is enough.
+    """Return a mask of the fewest shares of each row [M, V], largest first, that together reach
+    this part of the row's sum. Ties go to the first columns."""
+    # On a CPU a row stays in the cache while it is read several times. On a GPU rows are sorted,
+    # since a search for the threshold would make the host wait.
     if shares.device.type == "cpu":
         return torch.stack([_fewest_by_halving(row, part) for row in shares])
     return _fewest_by_sorting(shares, part)
@@ -89,13 +89,13 @@ def _fewest_by_sorting(shares: Tensor, part: float) -> Tensor:
 
 
 def _fewest_by_halving(shares: Tensor, part: float) -> Tensor:
-    """Of one row [V]: by a threshold that only a few shares are near, which are sorted."""
+    """Return the mask of `fewest` for one row [V]: halve a range, then sort the shares in it."""
 
     def mass(threshold: float) -> float:
         return float(torch.where(shares >= threshold, shares, 0).sum(dtype=torch.float64))
 
     wanted = part * mass(0.0)
-    low, high, above = 0.0, 2 * float(shares.max()), 0.0  # the mass wanted is reached from low on
+    low, high, above = 0.0, 2 * float(shares.max()), 0.0  # shares >= low reach the wanted mass
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         reached = mass(middle)

@@ -1,5 +1,5 @@
-"""Loops over the steps of any model, in memory that does not grow with them: `tbptt`, `rollout` and
-`chunked_loss`."""
+"""Loops over any model in little memory: `tbptt` and `rollout` over steps, `chunked_loss` over
+slices of a batch."""
 
 from accumext.loops._chunked_loss import chunked_loss as chunked_loss
 from accumext.loops._rollout import RolloutOutput as RolloutOutput

@@ -1,45 +1,45 @@
-"""The length of segments whose graph the backward pass makes again, and the checkpoints between
-them that are kept (Griewank & Walther 2000)."""
+"""The length of the segments that the backward pass runs again, and which checkpoints between them
+are kept (Griewank & Walther 2000)."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-SMALLEST = 3  # steps of a segment that is chosen: so many exist while sizes are measured
+SMALLEST = 3  # least steps of a chosen segment: so many run as one while sizes are measured
 
 
 class Sizes(NamedTuple):
-    """Bytes that a step leaves."""
+    """Bytes of a step's results."""
 
-    checkpoint: int  # all that is needed to run from there on: input, state, generators
+    checkpoint: int  # everything needed to run the next steps: input, state, generators
     state: int  # the state alone
     graph: int
 
 
 class Plan(NamedTuple):
-    """The segments that the backward pass of a call has to run again."""
+    """The segments that the backward pass of a call runs again."""
 
     length: int  # steps of a segment
-    kept: int | None  # checkpoints that are kept at once, beside the first; None: all
+    kept: int | None  # checkpoints that are kept at once, not counting the first; None: all
 
 
 def choose_plan(steps: int, sizes: Sizes, length: int | None, budget: int | None) -> Plan | None:
-    """The plan with the fewest steps run again within `budget` bytes; None if none fits.
+    """Return the plan that runs the fewest steps again within `budget` bytes; None if none fits.
 
-    Without a budget, segments of `length` steps and all checkpoints; without that either, segments
-    as long as the memory of twice the states of all steps and the graph of sqrt(steps) allows: the
-    last one, whose graph is kept from the forward pass, is not run again.
+    The last segment does not run again, for its graph is kept from the forward pass. Without a
+    budget, segments have `length` steps, and all checkpoints are kept. Without a length either, the
+    budget is twice the memory of all states, and the graph of sqrt(steps) steps.
     """
     if budget is None and length is not None:
         return Plan(length, None)
     root = math.isqrt(steps)
-    if budget is None:  # small states leave room for the checkpoints and a segment all the same
+    if budget is None:  # even for small states, enough for sqrt(steps) checkpoints and a segment
         checkpoints = max(2 * steps * sizes.state, (root + 3) * sizes.checkpoint)
         budget = checkpoints + max(SMALLEST, root) * sizes.graph
     if length is not None:
         lengths = {length}
-    else:  # even shares, what is left by so many checkpoints, and the short ones
+    else:  # equal segments, the longest that leave room for so many checkpoints, and short ones
         counts = range(1, root + 2)
         lengths = {-(-steps // count) for count in counts}
         lengths |= {(budget - count * sizes.checkpoint) // max(1, sizes.graph) for count in counts}
@@ -47,7 +47,7 @@ def choose_plan(steps: int, sizes: Sizes, length: int | None, budget: int | None
     plans = {}
     for segment in lengths:
         again = -(-steps // segment) - 1  # segments that run again: all but the last
-        # Beside the graph of a segment there is the checkpoint that it starts from.
+        # A segment needs memory for its graph and for the checkpoint from which it starts.
         room = budget - min(segment, steps) * sizes.graph
         kept = min(room // max(1, sizes.checkpoint) - 1, max(0, again - 1))
         if kept >= 0:
@@ -57,13 +57,13 @@ def choose_plan(steps: int, sizes: Sizes, length: int | None, budget: int | None
 
 
 def least_budget(steps: int, sizes: Sizes, length: int | None) -> int:
-    """The bytes below which there is no plan."""
+    """Return the bytes of the smallest budget for which there is a plan."""
     return min(length or SMALLEST, steps) * sizes.graph + sizes.checkpoint
 
 
 def advances(count: int, kept: int) -> int:
-    """Segments to run again to reach the begin of each of `count`, last one first, where the first
-    pass has kept `kept_at_first`."""
+    """Return how many segments run again to reach the beginning of each of `count` segments, from
+    the last to the first, if the first pass has kept the checkpoints `kept_at_first`."""
     if count <= 1:
         return 0
     places, sweeps = kept + 1, _sweeps(count, kept + 1)
@@ -72,7 +72,7 @@ def advances(count: int, kept: int) -> int:
 
 
 def kept_at_first(count: int, kept: int) -> list[int]:
-    """The segments, of `count`, before which the first pass keeps checkpoints, beside the first."""
+    """Return the segments after the first before which the first pass keeps checkpoints."""
     found, at = [], 0
     for room in range(kept, 0, -1):
         if count - at > 1:
@@ -82,17 +82,17 @@ def kept_at_first(count: int, kept: int) -> list[int]:
 
 
 def split(count: int, kept: int) -> int:
-    """The number of `count` segments before the next checkpoint that is kept, where there is room
-    for `kept`; `count - 1` if there is none."""
+    """Return how many of `count` segments lie before the next kept checkpoint, if there is room for
+    `kept` checkpoints; `count - 1` if there is none."""
     if kept == 0:
         return count - 1
     places, sweeps = kept + 1, _sweeps(count, kept + 1)
-    longest = math.comb(places + sweeps - 1, places)  # that one sweep fewer can reverse
+    longest = math.comb(places + sweeps - 1, places)  # segments that `sweeps - 1` can reverse
     return min(longest, count - math.comb(places + sweeps - 2, places - 1))
 
 
 def _sweeps(count: int, places: int) -> int:
-    """The number of times that a segment is run at most: the least r with
+    """Return the largest number of times that a segment runs: the least r with
     binomial(places + r, places) >= count."""
     sweeps = 0
     while math.comb(places + sweeps, places) < count:

@@ -55,10 +55,10 @@ _ADVICE = (
 
 
 class _Share(NamedTuple):
-    """The weight of a slice's loss in the whole."""
+    """The weight of a slice's loss in the loss of the batch."""
 
     factor: Scalar
-    empty: Tensor | None = None  # 0-dim bool: weighs nothing; None: known not to be so
+    empty: Tensor | None = None  # 0-dim bool: whether the weight is 0; None: known not to be
 
 
 @explained
@@ -71,45 +71,46 @@ def chunked_loss(
     reduction: Reduction = "mean",
     weights: Tensor | None = None,  # [N, ...]
 ) -> Tensor:
-    """The loss of `fn` over a batch, computed slice by slice in the memory of one slice.
+    """Compute the loss of `fn` over a batch slice by slice, in the memory of one slice.
 
-    `mean`: sum_i w_i / w * fn(slice i), with w_i what the mean of slice i divides by and w that of
-    all, so it stays the mean over the batch: the divisor of the F.cross_entropy or F.nll_loss
-    (their modules, too) that `fn` calls, whatever its targets, `ignore_index` and class weights, or
-    else the number of rows. `sum`: sum_i fn(slice i). The forward pass keeps no graph of a slice;
-    the backward pass runs each slice again, takes its gradients under the upstream factor that
-    reached the loss, and frees its graph before the next. So it is a loss like any other: the trunk
-    runs once, DDP's hooks fire once (call it inside of DDP's forward), and a loss scale protects
-    half-precision gradients inside `fn`.
+    `mean`: sum_i w_i / w * fn(slice i), where w_i is the divisor of the mean over slice i, and w
+    their sum. So it stays the mean over the batch. w_i is the divisor of the F.cross_entropy or
+    F.nll_loss (or their modules) that `fn` calls, with any targets, `ignore_index` and class
+    weights, or else the number of rows. `sum`: sum_i fn(slice i). The forward pass keeps no graph
+    of a slice; the backward pass runs each slice again, multiplies its gradients by the upstream
+    gradient of the loss, and frees its graph before the next. So it is a loss like any other: the
+    trunk runs once, DDP's hooks fire once (call it inside of DDP's forward), and a loss scale
+    protects half-precision gradients inside `fn`.
 
     Args:
         fn: `(inputs_slice, *args_slices) -> 0-dim loss`, over any parameters. Called twice per
-            slice, with the same random numbers. What it keeps from one call to the next is put back
-            (docs/decoder.md, "Cells that keep state of their own").
+            slice, with the same random numbers. State that it keeps between calls is restored for
+            the second call (docs/decoder.md, "Cells that keep state of their own").
         inputs: [N, ...], sliced along dimension 0.
-        args: tensors of N rows are sliced likewise; anything that is no tensor is handed on as it
-            is.
-        chunks: number of slices, as equal as they can be (at most N). Give this or `chunk_size`.
+        args: tensors of N rows are sliced in the same way; other values are passed on unchanged.
+        chunks: number of slices, at most N, with equal numbers of rows if possible. Give this or
+            `chunk_size`.
         chunk_size: rows per slice; the last may have fewer.
         reduction: "mean" or "sum".
-        weights: what each row counts in the divisor, for "mean", where `fn` takes another mean than
-            torch's of a cross entropy, or several: `targets != ignore_index` where targets are left
-            out, `class_weight[targets]` with weighted classes. Bools, ints or floats [N, ...], of
-            which trailing dimensions are summed. A slice of weight 0 adds exactly 0 to the loss and
-            to every gradient, even if `fn` is NaN there; so nothing else, no other loss either, may
-            use a tensor with a graph that `fn` made in it.
+        weights: for "mean", the weight of each row in the divisor, if `fn` takes several means, or
+            one that is not a cross entropy of torch: `targets != ignore_index` if targets are
+            ignored, `class_weight[targets]` with weighted classes. Bools, ints or floats [N, ...],
+            of which trailing dimensions are summed. A slice of weight 0 adds exactly 0 to the loss
+            and to every gradient, even if `fn` is NaN there. So no other computation, such as
+            another loss, may use a tensor with a graph that `fn` made for such a slice.
 
     Returns:
         A 0-dim loss.
 
     Raises:
-        RuntimeError: `fn` does something else when it is called again; or, with weights of rows or
-            classes, it uses a part of the graph of an earlier slice, such as a tensor that it
+        RuntimeError: the second call of `fn` has another result; or, with weights of rows or
+            classes, `fn` uses a part of the graph of an earlier slice, such as a tensor that it
             computed once and kept.
         ValueError: a value or shape is wrong; not exactly one of `chunks` and `chunk_size` is
-            given; or `weights` are missing under "mean": `fn` has several cross entropies that do
-            not count all rows alike, or a sum of one that leaves targets out; or it has none, and
-            an integer tensor in `args` holds -100. Values on a GPU are device asserts instead.
+            given; or `weights` are missing under "mean". They are needed if `fn` calls several
+            cross entropies that do not count all rows alike, or one that is no mean and ignores
+            targets; or if it calls none, and an integer tensor in `args` holds -100. Values on a
+            GPU are device asserts instead.
         TypeError: a type is wrong.
 
     Example:
@@ -124,7 +125,7 @@ def chunked_loss(
     shares = _known_shares(inputs, borders, reduction, weights)
     watched: list[_CrossEntropies] = []
     losses: list[Tensor] = []
-    stopped: list[range] = []  # numbers of nodes of slices that may weigh nothing
+    stopped: list[range] = []  # numbers of graph nodes of slices whose weight may be 0
     replay = None
     if torch.is_grad_enabled():
         replay = Replay(KeptState(OP, "fn", fn), inputs.device)
@@ -142,18 +143,18 @@ def chunked_loss(
             if empty is not None:
                 _stop_gradients_where(empty, loss, first)
                 stopped.append(range(first, next_node_number()))
-                torch.clear_autocast_cache()  # what it has cast is a part of its graph
+                torch.clear_autocast_cache()  # cached weights would connect the next slice's graph
             losses.append(loss)
         if losses:
             shares = shares or _watched_shares(watched, args, borders)
             total = functools.reduce(operator.add, map(_share_of, losses, shares))
             return total if gathered is None else gathered.finish(total)
     rows = inputs if inputs.is_floating_point() else inputs.float()
-    return rows.sum()  # of no rows: 0, with a zero gradient
+    return rows.sum()  # there are no rows: a loss of 0, with a zero gradient
 
 
 def _run_again(replay: Replay, part: Callable[..., Tensor], slices: list[Any]) -> Tensor:
-    """The loss of a slice, whose graph keeps no tensors: the backward pass runs it again."""
+    """Return the loss of a slice with a graph that keeps no tensors: backward runs it again."""
     snapshot, calls = replay.kept.save(), itertools.count()
     known: list[Tensor] | None = None
 
@@ -170,13 +171,13 @@ def _run_again(replay: Replay, part: Callable[..., Tensor], slices: list[Any]) -
             known = fingerprints_of(loss)
         return loss
 
-    with set_checkpoint_early_stop(False):  # the loss is compared
+    with set_checkpoint_early_stop(False):  # run up to the loss, which is compared
         result: Tensor = checkpoint(run, *slices, use_reentrant=False)
     return result
 
 
 class _CrossEntropies(TorchFunctionMode):
-    """`fn`, and what the means of torch's cross entropies in it divide by."""
+    """Calls `fn`, and records the divisors of the means of torch's cross entropies in it."""
 
     def __init__(self, fn: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -184,8 +185,8 @@ class _CrossEntropies(TorchFunctionMode):
 
     def __call__(self, *slices: Any) -> Tensor:
         self.divisors: list[Tensor] = []  # 0-dim
-        self.left_out: list[Tensor] = []  # 0-dim bool: by one that is a sum, or no reduction
-        self.may_be_nan = False  # the gradient of a mean of nothing
+        self.left_out: list[Tensor] = []  # 0-dim bool: a cross entropy that is no mean ignores some
+        self.may_be_nan = False  # whether a mean of no targets has NaN for gradients
         with self:
             return self.fn(*slices)
 
@@ -205,8 +206,8 @@ class _CrossEntropies(TorchFunctionMode):
         size_average: bool | None = None, ignore_index: int | None = None,
         reduce: bool | None = None, reduction: str = "mean", **_: Any,
     ) -> None:  # fmt: skip
-        """The arguments of F.cross_entropy."""
-        if target.is_floating_point():  # probabilities of the classes, of which every row counts
+        """Record the divisor of a call of F.cross_entropy with these arguments."""
+        if target.is_floating_point():  # probabilities of classes: every row counts
             target, weight = target.select(min(1, target.dim() - 1), 0), None
             counted = torch.ones_like(target, dtype=torch.bool)
         else:
@@ -221,7 +222,7 @@ class _CrossEntropies(TorchFunctionMode):
             self.divisors.append(torch.where(counted, of_targets, 0).sum(dtype=torch.float64))
 
     def empty(self) -> Tensor | None:
-        """Tell whether the slice weighs nothing and has NaN for gradients; None: known not to."""
+        """Return whether the weight is 0, with gradients of NaN; None: known not to be so."""
         if not (self.may_be_nan and self.divisors):
             return None
         empty = torch.stack(self.divisors).sum() == 0
@@ -231,7 +232,7 @@ class _CrossEntropies(TorchFunctionMode):
 def _known_shares(
     inputs: Tensor, borders: list[tuple[int, int]], reduction: Reduction, weights: Tensor | None
 ) -> list[_Share] | None:
-    """The weight of every slice; None where `fn` is to tell."""
+    """Return the weights of all slices; None if they depend on the cross entropies in `fn`."""
     if weights is not None:
         _check_weights(weights, inputs, reduction)
         weights = weights.detach()
@@ -243,7 +244,7 @@ def _known_shares(
 def _watched_shares(
     watched: list[_CrossEntropies], args: tuple[Any, ...], borders: list[tuple[int, int]]
 ) -> list[_Share]:
-    """The weight of every slice: the divisor of its cross entropy, or else its rows."""
+    """Return the weights of all slices: the divisors of their cross entropies, or their rows."""
     rows = [end - begin for begin, end in borders]
     calls = {len(part.divisors) for part in watched}
     if calls == {1}:
@@ -266,7 +267,7 @@ def _watched_shares(
 
 
 def _shares(counts: list[Tensor]) -> list[_Share]:
-    """Counts, each 0-dim, over their sum, on the host where they are there."""
+    """Return the 0-dim counts divided by their sum; as floats if the counts are on a CPU."""
     if not counts:
         return []
     sums = torch.stack(counts)
@@ -279,7 +280,7 @@ def _shares(counts: list[Tensor]) -> list[_Share]:
 
 
 def _share_of(loss: Tensor, share: _Share) -> Tensor:
-    """The term of a slice in the loss, in the dtype of its loss; 0 where it is empty."""
+    """Return the term of a slice in the loss, in the slice's dtype; 0 if the slice is empty."""
     factor, dtype = share.factor, loss.dtype
     if isinstance(factor, Tensor):
         factor = factor.to(torch.promote_types(dtype, torch.float32))
@@ -288,9 +289,9 @@ def _share_of(loss: Tensor, share: _Share) -> Tensor:
 
 
 def _stop_gradients_where(empty: Tensor, loss: Tensor, first: int) -> None:
-    """Zero what leaves the graph of a slice, towards leaves and nodes from before `first`.
+    """Zero gradients that leave the graph of an empty slice, to leaves or nodes before `first`.
 
-    A factor of 0 at the loss does not: 0 / 0 inside of `fn` is NaN, and so is 0 times infinity.
+    A factor of 0 at the loss is not enough: 0 / 0 inside of `fn` is NaN, and so is 0 * infinity.
     """
 
     def stop(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
@@ -302,7 +303,7 @@ def _stop_gradients_where(empty: Tensor, loss: Tensor, first: int) -> None:
 
 
 def _check_apart(loss: Tensor, stopped: list[range]) -> None:
-    """Raise if the graph of a slice goes through that of another one, whose gradients stop."""
+    """Raise if the graph of a slice contains nodes of another slice, whose gradients are zeroed."""
     for node in nodes_since(stopped[0].start, [loss]):
         if any(node_number(node) in nodes for nodes in stopped):
             contract = "make its graph anew for every slice where slices may count nothing"
@@ -320,7 +321,7 @@ def _zero_where(empty: Tensor, gradient: Tensor) -> Tensor:
 def _check(
     fn: Any, inputs: Any, args: tuple[Any, ...], chunks: Any, chunk_size: Any, reduction: Any
 ) -> list[tuple[int, int]]:
-    """The [begin, end) rows of every slice."""
+    """Check the arguments, and return the rows [begin, end) of every slice."""
     if not callable(fn):
         fail_type(OP, "fn", "be callable", type_name(fn))
     if args and forward_of(fn) in (nn.Linear.forward, nn.Sequential.forward):
@@ -361,7 +362,7 @@ def _check_weights(weights: Any, inputs: Tensor, reduction: Reduction) -> None:
 
 
 def _check_nothing_is_ignored(name: str, targets: Tensor) -> None:
-    """Raise for targets that F.cross_entropy leaves out of its mean, which then counts no rows."""
+    """Raise if a target may be ignored, for then the number of rows would not be the divisor."""
     ignored, contract = targets == IGNORED, f"have no ignored targets ({IGNORED}) without weights"
     advice = f"Pass weights=({name} != {IGNORED}), or weights=torch.ones(len(inputs)) if all count"
     _require(~ignored.any(), name, contract, lambda: f"{int(ignored.sum())} of them", advice)
@@ -371,7 +372,7 @@ def _require(
     right: Tensor,  # 0-dim bool
     argument: str, contract: str, got: Callable[[], object], advice: str | None = None,
 ) -> None:  # fmt: skip
-    """Raise unless it is so, or have the device assert it where the host would wait to know."""
+    """Raise unless `right` is true. On a GPU, for which the host would wait, assert it there."""
     if not scalars.on_host(right):
         assert_on_device(right, message(OP, argument, contract, "others", advice))
     elif not right:

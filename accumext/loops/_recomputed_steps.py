@@ -1,5 +1,5 @@
-"""Steps of a recurrence under autograd whose graph keeps no tensors: the backward pass runs the
-steps again, a segment at a time, from states that were kept between segments."""
+"""Steps of a recurrence under autograd whose graph keeps no tensors: the backward pass runs them
+again, a segment at a time, from checkpoints between segments."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from accumext.recurrence import (
 )
 from accumext.tensors.torch_private import leaves_since, next_node_number, not_traced
 
-# (step, what it starts from, whether its loss counts) -> (what the next one starts from, loss)
+# (step, carry before it, whether its loss counts) -> (carry after it, loss)
 Step = Callable[[int, State, bool], tuple[State, Tensor]]
 Choose = Callable[[Sizes], Plan]
 
 
 class RecomputedSteps:
-    """The steps of one call."""
+    """Runs the steps of one call of `rollout`."""
 
     def __init__(
         self,
-        kept: KeptState,  # of what `step` calls
+        kept: KeptState,  # of the functions that `step` calls
         step: Step,
         steps: int,
-        device: torch.device,  # whose generator dropout draws from, beside the CPU's
-        plan: Plan | None,  # None: `choose` finds it from the sizes of the first steps
+        device: torch.device,  # dropout draws from its generator and the CPU's
+        plan: Plan | None,  # None: `choose` returns it from the sizes of the first steps
         choose: Choose,
         starts: Collection[int] = (),  # steps to which `rewind` will go back
     ) -> None:
@@ -49,8 +49,8 @@ class RecomputedSteps:
         self._replay = Replay(kept, device)
         self._checkpoints = _Checkpoints(self._replay, starts)
         self._grid: list[int] | None = None  # steps at which segments begin; None: not chosen yet
-        # The leaves of the graph of the first step, and their numbers of writes when steps ran
-        # last: autograd saves no part of a sum, but the steps that run again read it.
+        # The leaves in the graph of the first step, and their numbers of writes when steps ran
+        # last. Replays read them all, while autograd would check saved tensors only.
         self._leaves: list[Tensor] | None = None
         self._writes: list[int] = []
         self._first_node = next_node_number()
@@ -68,19 +68,19 @@ class RecomputedSteps:
             carry, total = self._run_recorded(begin, counting, stop, carry, total, measured=True)
             begin = stop
         for first, stop in cuts(begin, end, self._grid or ()):
-            if stop == self.steps:  # the backward pass begins with these: their graph is kept
+            if stop == self.steps:  # the last segment: backward uses it first, so keep its graph
                 carry, total = self._run_segment(first, counting, stop, carry, total)
             else:
                 carry, total = self._run_recorded(first, counting, stop, carry, total)
         if end == self.steps:
-            self._checkpoints.windows.clear()  # they may hold graphs
+            self._checkpoints.windows.clear()  # their hidden state may have graphs
         else:
             self._replay.note(end, carry)
         return carry, total
 
     def rewind(self, step: int) -> State:
-        """Go back before a step of `starts`, generators and kept state too. Return its carry,
-        without a graph."""
+        """Set generators and hidden state back to those before a step of `starts`. Return the carry
+        before it, without a graph."""
         checkpoint = self._checkpoints.at(step, self._pass_over)
         self._replay.go_back(self._checkpoints.windows[step])
         return copy_nesting(checkpoint.state)
@@ -88,8 +88,8 @@ class RecomputedSteps:
     def _run_segment(
         self, begin: int, counting: int, end: int, carry: State, total: Tensor | None = None
     ) -> tuple[State, Tensor | None]:
-        """As `run`, with nothing recorded. Losses are added one by one: some of torch's lie in the
-        memory of what they are a mean of."""
+        """Run steps as `run` does, with a graph that keeps its tensors. Losses are added one by
+        one, for some of torch's means share the memory of all their terms."""
         for t in range(begin, end):
             self._checkpoints.save_start(t, carry)
             self._replay.compare(t, carry)
@@ -124,14 +124,15 @@ class RecomputedSteps:
         return carry, total
 
     def _follow(self, plan: Plan, begin: int) -> None:
-        """Segments from `begin` on, of equal length but for the first of them: the last one, which
-        does not run again, has that length, too."""
+        """Set segments from `begin` on. All have the plan's length but the first, which may be
+        shorter: the last one, which does not run again, is to be long."""
         self._grid = sorted({0, begin, *range(self.steps - plan.length, begin, -plan.length)})
         self._checkpoints.follow(self._grid[:-1], plan.kept)  # the last segment does not run again
 
     def _pass_over(self, begin: int, end: int, carry: State) -> State:
-        """The carry before step `end`, without a graph. Tensors that the steps keep with graphs
-        require gradients as in the forward pass."""
+        """Run steps, and return the carry before step `end` without a graph. If their hidden state
+        has graphs, they run under autograd, so that it requires gradients as in the forward pass.
+        """
         not_traced(_save_nothing)
         with (
             torch.set_grad_enabled(self._replay.kept.keeps_graphs), self._replay.modes(),
@@ -140,20 +141,21 @@ class RecomputedSteps:
             return self._run_segment(begin, end, end, copy_nesting(carry))[0]
 
     def _start_again(self, begin: int) -> Checkpoint:
-        """What a segment starts from when it runs again."""
+        """Return the checkpoint from which a segment runs again."""
         self._replay.check_unwritten(self._leaves or [], self._writes)
         return self._checkpoints.at(begin, self._pass_over)
 
 
 class _Measure:
-    """The memory of the tensors that steps save, each storage once.
+    """The memory of the tensors that steps save, with each storage counted once.
 
-    Parameters are in those of other steps, too, so what one more step adds is its own. The first
-    step is no measure: no parameter may be saved that multiplies an input without a gradient.
+    All steps save the parameters, so the memory that one more step adds is that of its own tensors.
+    The first step is no measure: autograd may save no parameter that multiplies its input, if that
+    needs no gradient.
     """
 
     def __init__(self) -> None:
-        self._held: dict[int, Tensor] = {}  # kept, for memory that is free is used again
+        self._held: dict[int, Tensor] = {}  # kept alive, or new storages could reuse addresses
         self.before_last = 0
 
     def add(self, tensor: Tensor) -> None:
@@ -165,23 +167,23 @@ class _Measure:
 
 
 def memory(given: Collection[Tensor]) -> int:
-    """Bytes of the memory that tensors lie in, which they may share."""
+    """Return the bytes of the tensors' storages, with shared ones counted once."""
     storages = [tensor.untyped_storage() for tensor in given]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class _Checkpoints:
-    """Kept checkpoints, from the nearest of which any other is reached again."""
+    """Kept checkpoints. Any other checkpoint is computed again from the nearest earlier one."""
 
     def __init__(self, replay: Replay, starts: Collection[int]) -> None:
         self._replay = replay
         self._starts = frozenset(starts)
         self._saved: dict[int, Checkpoint] = {}
-        self._ahead = set(starts)  # that have not been reached
-        self.windows: dict[int, Checkpoint] = {}  # of `starts`, while `rewind` may go back there
-        self._grid: list[int] = [0]
-        self._kept: int | None = None  # how many there may be beside `starts`; None: all
-        self._first: set[int] = set()  # those of the grid that the first pass keeps
+        self._ahead = set(starts)  # those that no step has reached yet
+        self.windows: dict[int, Checkpoint] = {}  # of `starts`, while `rewind` may need them
+        self._grid: list[int] = [0]  # first steps of the segments that run again
+        self._kept: int | None = None  # how many may be kept, not counting `starts`; None: all
+        self._first: set[int] = set()  # steps of the grid whose checkpoints the first pass keeps
 
     def follow(self, grid: list[int], kept: int | None) -> None:
         """Keep at most `kept` of the checkpoints of a grid."""
@@ -207,8 +209,8 @@ class _Checkpoints:
         return checkpoint
 
     def at(self, step: int, pass_over: Callable[[int, int, State], State]) -> Checkpoint:
-        """The checkpoint before a step: a kept one, or one that is reached again."""
-        if self._kept is not None:  # later ones have been used, as a rule, and make room
+        """Return the checkpoint before a step: a kept one, or one that is computed again."""
+        if self._kept is not None:  # backward has used later ones, as a rule: make room
             for later in [t for t in self._droppable() if t > step]:
                 del self._saved[later]
         near = max(t for t in self._saved if t <= step)
@@ -228,9 +230,9 @@ class _Checkpoints:
         return checkpoint
 
     def _droppable(self) -> set[int]:
-        """Those that are there, but need not be."""
+        """Return the steps whose checkpoints may be dropped."""
         return self._saved.keys() - self._starts - {0}
 
 
 def _save_nothing(_: Any) -> Any:
-    """For a graph through which no gradient flows."""
+    """Save nothing: a hook for saved tensors of a graph through which no gradient flows."""

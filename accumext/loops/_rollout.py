@@ -54,8 +54,8 @@ class RolloutOutput(NamedTuple):
 
     Attributes:
         loss: 0-dim, differentiable.
-        state: after the last step; detached where k2 is given.
-        output: of the last step, likewise; None if there are no steps.
+        state: after the last step; detached if k2 is given.
+        output: of the last step; detached if k2 is given; None if there are no steps.
     """
 
     loss: Tensor
@@ -87,43 +87,43 @@ def rollout(
     """Run a model on its own output for some steps, for a loss with exact gradients.
 
     For forecasters, world models, simulators and recurrent policies: `output, state = step(input,
-    state)`, where the next input is `feed(output, t)`. The gradient is that of the plain loop, back
-    through states and fed outputs. The graph keeps no tensors but those of its last segment: the
-    others are made again in the backward pass, a segment of steps at a time, from the states and
-    inputs between segments. `out.loss.backward()` brings parameters, wherever `step` has them, the
-    state and `start` their gradients as usual: hooks run once, and DistributedDataParallel
-    communicates once.
+    state)`, and the next input is `feed(output, t)`. The gradient is that of the plain loop, back
+    through states and fed outputs. The graph keeps only the tensors of its last segment. The others
+    are computed again in the backward pass, a segment of steps at a time, from the states and
+    inputs between segments. `out.loss.backward()` gives all parameters that `step` uses, the state
+    and `start` their gradients as usual: hooks run once, and DistributedDataParallel communicates
+    once.
 
     Args:
         step: `(input, state) -> (output, state)`; each a tensor or any nesting of tuples, lists,
             dicts and dataclasses. It is called again in the backward pass, with the same random
-            numbers and under the same autocast. It writes into no tensor that it is given. What it,
-            `loss` and `feed` keep from one call to the next is put back (docs/decoder.md, "Cells
-            that keep state of their own"); what else they read stays as it is until the backward
-            pass has run.
+            numbers and under the same autocast. It must not write into its arguments. State that
+            it, `loss` and `feed` keep between calls is restored for that (docs/decoder.md, "Cells
+            that keep state of their own"). Other values that they read must not change until the
+            backward pass has run.
         state: the initial state. Gradients reach it.
-        steps: how many there are, T.
+        steps: the number of steps, T.
         loss: `(output, t) -> 0-dim loss` of step t = 0 .. T - 1.
         start: the input of step 0, of any nesting. Gradients reach it.
         feed: `(output, t) -> input of step t + 1`; by default the output itself.
-        resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
-            state again, whose gradient comes from there, too, whatever k1 and k2 are. What is fed
-            is not changed, and no tensor of the state may grow.
-        k1: steps between the ends of two windows of truncated backpropagation; k2 if only that is
-            given. Of no effect when k2 is None, which a warning says.
+        resets: bool [T, B], best on the CPU: the rows whose state is set back to their initial
+            state before step t. Gradients of the initial state come from there, too, with any k1
+            and k2. Inputs are not changed, and no tensor of the state may grow.
+        k1: steps between the ends of two windows of truncated backpropagation; by default k2. If k2
+            is None, it has no effect, and there is a warning.
         k2: steps a gradient flows back from the end of a window (docs/decoder.md, "k1 and k2"); the
             state and the fed input are cut there. None: all the way, exact.
         truncation: "fixed" by k1 and k2; "random" cuts the gradient between any two steps, for the
-            whole batch, with probability 1 / k2, and weights it by 1 / (1 - 1 / k2) where it goes
-            on, so that its expectation is the exact gradient (ARTBP).
+            whole batch, with probability 1 / k2, and otherwise weights it by 1 / (1 - 1 / k2), so
+            that its expectation is the exact gradient (ARTBP).
         checkpoint: steps of a segment; None chooses by `memory_budget`.
-        memory_budget: bytes for what is kept between segments and the graph of one of them. In a
-            small one fewer states are kept, and steps run more than once again (binomial
+        memory_budget: bytes for the checkpoints between segments and the graph of one segment. If
+            it is small, fewer checkpoints are kept, and steps run again more than once (binomial
             checkpointing). None: twice the memory of the states of all steps, and the graph of
-            sqrt(T) steps. With k1 < k2 the states at which windows begin are kept beside it.
+            sqrt(T) steps. With k1 < k2 the states at which windows begin are kept in addition.
         reduction: "mean" over the steps, or "sum".
-        batch_dim: where the state's tensors have the batch, if there are `resets`, as in
-            `decode_loss`; 0-dim tensors are everyone's.
+        batch_dim: dimension of the batch in the state's tensors, if there are `resets`, as in
+            `decode_loss`; 0-dim tensors belong to all rows.
 
     Returns:
         A `RolloutOutput`. Under `torch.no_grad` the steps just run.
@@ -131,8 +131,8 @@ def rollout(
     Raises:
         ValueError: a value is wrong, such as k2 < k1 or a budget that not even a segment fits into.
         TypeError: a type is wrong.
-        RuntimeError: in the backward pass, if a parameter, an input or a state has changed since.
-            (A change of another tensor is detected only if autograd would save it.)
+        RuntimeError: in the backward pass, if a parameter, an input or a state has changed since
+            the call. (A change of another tensor is detected only if autograd would save it.)
 
     Example:
         >>> cell, head, start = nn.GRUCell(3, 16), nn.Linear(16, 3), torch.zeros(8, 3)
@@ -155,7 +155,7 @@ def rollout(
     if steps == 0:
         return _no_steps(state, start)
     like = torch.empty((), dtype=torch.float64, device="cpu")
-    gate = bounds.gate(steps, 1, like)  # one for the whole batch
+    gate = bounds.gate(steps, 1, like)  # one factor for the whole batch
     builds_graph = torch.is_grad_enabled()
     spans = bounds.spans(steps) if builds_graph else [(0, 0, steps)]
 
@@ -179,7 +179,7 @@ def rollout(
         for begin, counting, end in spans:
             if counting > 0:
                 carry = running.rewind(begin)
-            if begin == 0:  # with its graph
+            if begin == 0:  # not detached: gradients reach the initial state and `start`
                 carry = copy_nesting((start, state))
             carry, total = running.run(begin, counting, end, carry, total)
         output, last = carry
@@ -193,16 +193,16 @@ def rollout(
 
 @dataclass(frozen=True)
 class _Anew:
-    """The state that rows are reset to, and which rows are."""
+    """The rows that are reset, and the initial state to which they are reset."""
 
     resets: Resets
     initial: State
-    writes: list[int]  # into its tensors, so far
+    writes: list[int]  # numbers of writes into the tensors of `initial` so far
     batch_dim: int
 
     @staticmethod
     def of(value: Any, steps: int, state: State, batch_dim: Any) -> _Anew:
-        """The argument `resets`, checked, which has the batch of the state."""
+        """Check the argument `resets`, for the batch of the state, and return it."""
         dim, given = batch_dim_of(OP, batch_dim), tensors(state)
         batch = next((tensor.shape[dim] for tensor in given if tensor.dim() > dim), 0)
         device = given[0].device if given else torch.device("cpu")
@@ -212,7 +212,7 @@ class _Anew:
         return _Anew(resets, copy_nesting(state), write_counts(given), dim)
 
     def apply(self, t: int, state: State) -> State:
-        """The state before step t, with its rows reset."""
+        """Return the state before step t, with its rows reset."""
         if t not in self.resets.steps:
             return state
         what = "no tensor of the initial state, to which rows are reset"
@@ -222,7 +222,7 @@ class _Anew:
 
 @dataclass(frozen=True)
 class _OneStep:
-    """A step, its loss and its feedback, from (input, state) to the (input, state) after it."""
+    """A step, its loss and its feedback: from (input, state) to the next (input, state)."""
 
     step: Callable[[State, State], tuple[State, State]]
     loss: Callable[[State, int], Tensor]
@@ -232,7 +232,7 @@ class _OneStep:
     anew: _Anew | None
 
     def __call__(self, t: int, carry: State, counted: bool) -> tuple[State, Tensor]:
-        """Behind the last step its output stands in the place of an input."""
+        """Return the next (input, state), and the loss; after the last step (output, state)."""
         given, state = self.gate.attach(t, self.gate.cut(t, carry))
         if self.anew is not None:
             state = self.anew.apply(t, state)
@@ -252,14 +252,14 @@ class _OneStep:
         following = output
         if self.feed is not None and t + 1 < self.steps:
             following = self.feed(output, t)
-        if t == 0:  # the others are alike
+        if t == 0:  # other steps return the same nesting
             check_nesting(OP, "state", state)
             check_nesting(OP, "output" if self.feed is None else "what feed returns", following)
         return (following, state), loss
 
 
 def _device(state: State, start: State) -> torch.device:
-    """Whose generators dropout draws from, beside the CPU's."""
+    """Return the device whose generator dropout draws from, in addition to the CPU's."""
     for tensor in tensors((state, start)):
         if tensor.device.type != "cpu":
             return tensor.device
@@ -269,7 +269,7 @@ def _device(state: State, start: State) -> torch.device:
 
 
 def _no_steps(state: State, start: State) -> RolloutOutput:
-    """The loss 0, with zero gradients for what would have had one."""
+    """Return the result of a call without steps: a loss of 0, with zero gradients."""
     given = tensors((state, start))
     device = given[0].device if given else None
     zero = zero_dependency(given) if torch.is_grad_enabled() else None

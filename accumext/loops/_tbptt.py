@@ -70,7 +70,7 @@ class TBPTTResult(NamedTuple):
 
     Attributes:
         loss: 0-dim, detached, on the device.
-        tokens: int64 [T, B], the argmax (or sample) of each step. Of floating-point targets the
+        tokens: int64 [T, B], the argmax (or sample) of each step. With floating-point targets, the
             outputs [T, B, ...], detached.
         state: after the last step, detached.
     """
@@ -105,32 +105,32 @@ def tbptt(
     context: tuple[Tensor, ...] = (),
     batch_dim: int | None = None,
 ) -> TBPTTResult:
-    """Truncated BPTT(k1, k2) over any module: a backward pass every k1 steps, through k2 steps.
+    """Run truncated BPTT(k1, k2) over a module: a backward pass every k1 steps, through k2 steps.
 
     The loss is `sum_t criterion(logits_t, targets[t])`, divided by T under "mean". After every k1
     steps (and at the end) the loss of those steps flows back (docs/decoder.md, "k1 and k2"), the
-    graph is freed and the state detached, so memory is that of k2 steps. With k1 = k2 every step
-    runs once. With k1 < k2 a window starts again from the state k2 steps back, replaying tokens and
-    dropout, so that each step runs k2 / k1 times; `decode_loss` does the same for known cells
-    without running the head again.
+    graph is freed and the state detached: memory is needed for k2 steps only. With k1 = k2 every
+    step runs once. With k1 < k2 a window starts again from the state k2 steps back, with the same
+    tokens and dropout, so that each step runs k2 / k1 times; `decode_loss` does the same for known
+    cells without running the head again.
 
     Args:
-        step: `(token [B], state, *context) -> (logits [B, V], state)`; parameters get their
-            gradients wherever `step` has them. With floating-point inputs or targets, `(input
-            [B, ...], state, *context) -> (output [B, ...], state)`. It writes into none of its
-            arguments if windows overlap, and not into its state if there are `lengths` or `resets`.
+        step: `(token [B], state, *context) -> (logits [B, V], state)`; all parameters that it uses
+            get gradients. With floating-point inputs or targets, `(input [B, ...], state, *context)
+            -> (output [B, ...], state)`. It must not write into its arguments if windows overlap,
+            nor into its state if there are `lengths` or `resets`.
         targets: int64 [T, B]; or, for regression, floating-point [T, B, ...].
         state: initial state, any nesting of tuples, lists, dicts and dataclasses; gradients reach
             it from the windows that start at step 0, and from every reset.
         criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as
-            `F.cross_entropy`; its mean is NaN in a step that is ignored everywhere, a sum is not.
+            `F.cross_entropy`. In a step whose targets are all ignored its mean is NaN; a sum is 0.
         feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but
             for ignored targets: a negative one is fed as 0, any other as it is. With floating-point
-            inputs or targets feedback is "teacher", and what is fed are the `inputs`, by default
-            `start` followed by `targets[:-1]`; `accumext.rollout` feeds a model its own output.
-        resets: bool [T, B], best on the CPU: before step t the state of these rows is their initial
-            state again, whose gradient comes from there, too, whatever k1 and k2 are. Inputs are
-            not changed, and no tensor of the state may grow.
+            inputs or targets, feedback must be "teacher", which feeds `inputs`, by default `start`
+            followed by `targets[:-1]`; `accumext.rollout` feeds a model its own output.
+        resets: bool [T, B], best on the CPU: the rows whose state is set back to their initial
+            state before step t. Gradients of the initial state come from there, too, with any k1
+            and k2. Inputs are not changed, and no tensor of the state may grow.
         k1: steps between the ends of two windows.
         k2: steps a gradient flows back from the end of a window, at least k1; None means k1.
         backward: called with each window's loss: `opt.backward`, or `lambda loss:
@@ -139,21 +139,21 @@ def tbptt(
         reduction: "mean" over the steps, or "sum".
         lengths: int64 [B]. A row past its length keeps its state; its target is -100, which
             `F.cross_entropy` ignores. With floating-point targets the criterion gets a third
-            argument, bool [B]: the rows that count. A step past all lengths has loss 0.
+            argument, bool [B]: the rows within their length. A step past all lengths has loss 0.
         context: tensors handed to `step` at every step, such as attention memory. Gradients reach
             them from every window, in the last backward pass.
-        batch_dim: where the state's tensors have the batch, if there are `lengths` or `resets`, as
-            in `decode_loss`; 0-dim tensors are everyone's. With `lengths` alone others may grow in
-            one dimension.
+        batch_dim: dimension of the batch in the state's tensors, if there are `lengths` or
+            `resets`, as in `decode_loss`; 0-dim tensors belong to all rows. With `lengths` alone
+            other tensors may grow in one dimension.
 
     Returns:
-        A `TBPTTResult`, whose loss is 0 where T or B is. Nothing in it is read from the device.
+        A `TBPTTResult`. Its loss is 0 if T or B is 0. The host does not wait for a GPU.
 
     Raises:
         ValueError: a value or shape is wrong, such as k2 < k1.
         TypeError: a type is wrong.
-        RuntimeError: `step` writes into arguments that are read again, or uses in several windows
-            a tensor with a graph of its own that is no `context`.
+        RuntimeError: `step` writes into arguments that are read again, or uses a tensor with a
+            graph in several windows that is not passed in `context`.
 
     Example:
         >>> result = accumext.tbptt(model, targets, hidden, criterion=F.cross_entropy, k1=1)
@@ -174,8 +174,8 @@ def tbptt(
     if k1 < k2:
         history = _StateHistory(k2, Replay(KeptState(OP, "step", step), targets.device))
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
-    # State and context may come from one graph, as those of an encoder do, which one backward pass
-    # frees: then the last window of all takes the gradients of the state along.
+    # State and context may come from one graph, such as an encoder, which a backward pass frees. So
+    # if there is a context with gradients, the last window sends those of the state back as well.
     together = any(tensor.requires_grad for tensor in context)
     losses: list[Tensor] = []
     spans = windows(steps, k1, k2) if targets.shape[:2].numel() else []
@@ -200,7 +200,7 @@ def tbptt(
         _call_backward(backward, loss, bool(losses))
         losses.append(loss.detach())
         state = detach(state)
-    if not losses:  # no steps, or no rows, whose mean would be NaN
+    if not losses:  # no steps, or no rows: the criterion's mean would be NaN
         return TBPTTResult(torch.zeros((), device=targets.device), targets.clone(), detach(state))
     return TBPTTResult(torch.stack(losses).sum(), torch.stack(running.outputs), detach(state))
 
@@ -208,14 +208,14 @@ def tbptt(
 def _last_from_initial(
     spans: list[tuple[int, int, int]], resets: Resets | None
 ) -> tuple[int, int, int] | None:
-    """The last window of which a step may read the initial state."""
+    """Return the last window in which a step may read the initial state."""
     steps = {0} if resets is None else {0, *resets.steps}
     from_initial = [span for span in spans if any(span[0] <= step < span[2] for step in steps)]
     return from_initial[-1] if from_initial else None
 
 
 def _call_backward(backward: Callable[[Tensor], Any], loss: Tensor, later: bool) -> None:
-    """Call it with the loss of a window, of the first one or a later one."""
+    """Call `backward` with the loss of a window; explain its error if the window is a later one."""
     try:
         backward(loss)
     except RuntimeError as error:
@@ -228,25 +228,25 @@ def _call_backward(backward: Callable[[Tensor], Any], loss: Tensor, later: bool)
 
 
 class _Rows:
-    """Rows of different lengths: their states and targets past their ends."""
+    """Rows of different lengths: the states and targets of rows that have ended."""
 
     def __init__(self, active: Tensor, batch_dim: int) -> None:  # bool [T, B]
         self.active, self.batch_dim = active, batch_dim
         self.any = active.any(1)  # [T]
-        # A step past all ends has a loss like any other, which is not counted: no mean of nothing.
+        # In a step past all ends every row counts, or the mean would be NaN. The loss is dropped.
         self.counted = active | ~self.any[:, None]
 
     def freeze(self, t: int, new: State, old: State) -> State:
         return freeze(OP, self.active[t], new, old, self.batch_dim)
 
     def targets(self, targets: Tensor) -> Tensor:
-        """Of int64 targets [T, B], those that count."""
+        """Return int64 targets [T, B]: ignored past the ends of rows, 0 in steps past all ends."""
         past = torch.where(self.any[:, None], IGNORED, 0)
         return torch.where(self.active, targets, past)
 
 
 class _Losses:
-    """The loss of every step."""
+    """Computes the loss of each step."""
 
     def __init__(
         self, criterion: Callable[..., Tensor], targets: Tensor, rows: _Rows | None
@@ -271,7 +271,7 @@ class _Losses:
 
 
 class _Steps:
-    """Runs steps, keeping the inputs that were fed and what came out."""
+    """Runs steps, and keeps their inputs and their tokens or outputs."""
 
     def __init__(
         self, step: Callable[..., tuple[Tensor, State]], losses: _Losses, source: Inputs,
@@ -283,14 +283,14 @@ class _Steps:
         self.context: tuple[Tensor, ...] = ()
         self.count = len(losses.targets)
         self.predicts = not losses.targets.is_floating_point()
-        # [B] per step: separate tensors, as the graph of a lookup saves what it was given.
-        self.outputs: list[Tensor] = []  # tokens, or outputs where targets are no tokens
+        # [B] per step: separate tensors, which graphs save. Writes into a common one would clash.
+        self.outputs: list[Tensor] = []  # tokens; or outputs, if targets are floating-point
         self.inputs = [source.teacher[0]] if self.count else []
 
     def run(
         self, first: int, begin: int, end: int, state: State, history: _StateHistory | None
     ) -> tuple[Tensor, State]:
-        """The loss of the steps [begin, end) with a graph from `first` on, and the state after
+        """Return the loss of steps [begin, end), with a graph from `first` on, and the state after
         them."""
         losses = []
         for t in range(first, end):
@@ -328,14 +328,14 @@ class _Steps:
                 if t + 1 == end:
                     history.replay.note(t, (output, state))
             if t < begin:
-                continue  # replayed for its graph; its loss belonged to an earlier window
+                continue  # run again for its graph only: its loss was in an earlier window
             losses.append(self.losses.of(t, output))
             self._feed_back(t, output)
         return torch.stack(losses).sum(), state
 
     def _read_again(self, t: int, state: State, history: _StateHistory | None) -> list[Tensor]:
-        """Tensors that a step must not write into: its start, where windows overlap, and the state
-        that rows of other lengths stay in, or that rows are reset to."""
+        """Return tensors that a step must not write into: all arguments if windows overlap, and the
+        state if rows that have ended keep it, or may be reset to it."""
         if history is None:
             by_row = self.rows is not None or self.resets is not None
             return tensors(state) if by_row else []
@@ -350,7 +350,7 @@ class _Steps:
 
 
 def _check_order(output: Any, state: State, new_state: State) -> None:
-    """Raise for a step that returns (state, logits)."""
+    """Raise if a step returns (state, logits)."""
     swapped = not isinstance(output, Tensor)
     if not swapped and isinstance(state, Tensor) and isinstance(new_state, Tensor):
         swapped = output.shape == state.shape != new_state.shape
@@ -364,20 +364,20 @@ def _shape(value: Any) -> str:
 
 
 class _StateHistory:
-    """The starts of the last k2 steps, where windows overlap."""
+    """Checkpoints before the last k2 steps, for windows that overlap."""
 
     def __init__(self, k2: int, replay: Replay) -> None:
         self.replay = replay
         self._starts: deque[tuple[int, Checkpoint]] = deque(maxlen=k2)
 
     def save(self, step: int, state: State) -> None:
-        """Save what `step` starts from, once."""
+        """Save a checkpoint before `step`, unless there is one."""
         if not self._starts or self._starts[-1][0] < step:
             self._starts.append((step, self.replay.checkpoint(state, graphs=True)))
 
     def restore(self, step: int, current: State) -> State:
-        """The state before `step`, with the generators put back so that dropout replays, and what
-        the step has kept; `current` if the step has not been run yet."""
+        """Set generators and hidden state back to those before `step`, and return the state before
+        it. If the step has not run yet, just return `current`."""
         for saved, start in self._starts:
             if saved == step:
                 what = "no state of an earlier step"
@@ -388,21 +388,21 @@ class _StateHistory:
 
 
 class _SharedGraph:
-    """Tensors that several windows start from: the initial state, the context.
+    """Tensors that several windows read: the initial state, or the context.
 
-    A backward pass frees the graph it went through, so only the last of these windows may reach the
-    user's graph. Earlier ones start from detached leaves, whose gradients are added to those of the
-    last one (loss-scaled, as its own are).
+    A backward pass frees the graph it goes through. So only the last of these windows may reach the
+    user's graph. Earlier ones read detached leaves, whose gradients are added to those of the last
+    one. (A loss scale is in all of them.)
     """
 
     def __init__(self, nesting: State) -> None:
         self._nesting = nesting
-        # By id of the tensor each stands for, which may have several places in the nesting.
+        # By the id of the user's tensor, which may occur several times in the nesting.
         self._leaves: dict[int, Tensor] = {}
         self._hooked: dict[int, Tensor] = {}
 
     def tensors(self, last: bool) -> State:
-        """The nesting for one of these windows."""
+        """Return the tensors that a window reads: the user's own for the last, else leaves."""
         return map_tensors(self._with_leaf_gradient if last else self._leaf, self._nesting)
 
     def _leaf(self, value: Tensor) -> Tensor:
@@ -422,7 +422,7 @@ class _SharedGraph:
         return hooked
 
     def zero_dependency(self) -> Tensor | None:
-        """A 0 that makes backward reach every tensor that earlier windows have a gradient for."""
+        """Return a 0 that makes backward reach every tensor with a gradient of earlier windows."""
         return zero_dependency([*self._hooked.values()])
 
 
@@ -447,7 +447,7 @@ def _check(
             fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
     k1 = positive_int(OP, "k1", k1)
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
-    Truncation.of(OP, k1, k2, "fixed")  # k2 is at least k1
+    Truncation.of(OP, k1, k2, "fixed")  # raises if k2 < k1
     one_of(OP, "reduction", reduction, REDUCTIONS)
     batch_dim_of(OP, batch_dim)
     steps, batch = targets.shape[:2]
@@ -475,7 +475,7 @@ def _check(
 
 
 def _check_targets(targets: Any, state: Any) -> None:
-    """Raise unless they are targets; they may have been taken for the state."""
+    """Raise unless these are valid targets; advise if targets and state were exchanged."""
     advice = None
     if isinstance(state, Tensor) and state.dtype == torch.int64 and state.dim() == 2:
         advice = "Did you mean tbptt(step, targets, state)?"
@@ -493,7 +493,7 @@ def _check_targets(targets: Any, state: Any) -> None:
 
 
 def _check_layout(targets: Tensor, state: State) -> None:
-    """Raise where every matrix of the state says that B is the targets' other dimension."""
+    """Raise if B, by all matrices in the state, is the other dimension of the targets."""
     steps, batch = targets.shape[:2]
     if steps != batch and {len(t) for t in tensors(state) if t.dim() == 2} == {steps}:
         advice = "Did you mean targets.transpose(0, 1)?"
@@ -501,7 +501,7 @@ def _check_layout(targets: Tensor, state: State) -> None:
 
 
 def _known_inputs(targets: Tensor, feedback: Any, start: Any, inputs: Any) -> Tensor:
-    """The inputs of every step, [T, B, ...], where inputs or targets are no tokens."""
+    """Return the inputs of all steps, [T, B, ...], if inputs or targets are floating-point."""
     if not isinstance(feedback, str) or feedback != "teacher":
         contract = "be 'teacher' where inputs or targets are floating-point"
         got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)

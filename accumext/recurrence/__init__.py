@@ -1,4 +1,4 @@
-"""Recurrent steps, as the decoder, `generate`, `tbptt` and `rollout` share them."""
+"""Recurrent steps: what the decoder, `generate`, `tbptt` and `rollout` have in common."""
 
 from accumext.recurrence._cells import Cell as Cell
 from accumext.recurrence._cells import cell_of as cell_of

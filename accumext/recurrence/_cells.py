@@ -1,4 +1,4 @@
-"""Every recurrent cell as `(x [B, E], state, *context) -> (output [B, H], state, extras)`."""
+"""One interface for every cell: `(x [B, E], state, *context) -> (output [B, H], state, extras)`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ Step = Callable[..., tuple[Tensor, State, State]]
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell as the decoder drives it."""
+    """A cell with the interface that the decoder calls."""
 
     step: Step
-    module: nn.Module | None  # the owner of the parameters, where that is known
-    input_size: int | None  # E, where the cell fixes it
-    output_size: int | None  # H of its output, where the cell fixes it
-    # of every state tensor, without the batch; None for a callable, whose states may be anything
+    module: nn.Module | None  # the owner of the parameters; None if the cell is no module
+    input_size: int | None  # E, if the cell fixes it
+    output_size: int | None  # H of the output, if the cell fixes it
+    # Shapes of all state tensors, without the batch; None for a callable, which may have any state.
     state_shapes: tuple[tuple[int, ...], ...] | None
     batch_dim: int  # of every state tensor
     draws: bool  # may draw random numbers (dropout), so that a replay must restore the generators
 
     def initial_state(self, batch: int, like: Tensor) -> State:
-        """Zeros, as torch's own modules start; `None` for a callable, which starts itself."""
+        """Return zeros, with which torch's own modules start; None for a callable, which makes its
+        own initial state."""
         if self.state_shapes is None:
             return None
         zeros = []
@@ -41,7 +42,7 @@ class Cell:
         return tuple(zeros) if len(zeros) > 1 else zeros[0]
 
     def check_state(self, op: str, state: State, batch: int) -> None:
-        """Raise if a state given to one of torch's modules has not its shape."""
+        """Raise if the state has a wrong container or layout, or does not fit a module of torch."""
         check_nesting(op, "state", state)
         for part in tensors(state):
             if part.layout != torch.strided:
@@ -63,7 +64,7 @@ class Cell:
                 fail_type(op, name, "be floating-point", type_name(part))
 
 
-# Of errors that a callable raises a piece of what torch says, and what it comes from.
+# Pieces of torch's error messages when a callable fails, and advice for each.
 _SEQUENCE = "A module of sequences reads one step of them: y, s = rnn(x[None], s); return y[0], s"
 _CURES = (
     (
@@ -86,7 +87,7 @@ _LAYERS = (
 
 
 def parts_of(model: Any) -> str | None:
-    """Advice on the parts of a whole model to pass; None for a module that has no embedding."""
+    """Return advice on which parts of a whole model to pass; None if it has no embedding."""
     names = []
     for kind in (nn.Embedding, (nn.RNNBase, nn.RNNCellBase), nn.Linear):
         found = model.named_modules() if isinstance(model, nn.Module) else ()
@@ -98,8 +99,8 @@ def parts_of(model: Any) -> str | None:
 
 
 def cell_of(op: str, cell: Any, batch_dim: Any = None) -> Cell:
-    """The cell argument: one of torch's recurrent modules (one direction), or any callable, whose
-    states have the batch in `batch_dim`."""
+    """Return the cell of a cell argument, checked: one of torch's recurrent modules (one direction)
+    or a callable, whose states have the batch in `batch_dim`."""
     if batch_dim is not None:
         batch_dim_of(op, batch_dim)
     if isinstance(cell, nn.RNNCellBase):
@@ -138,16 +139,16 @@ def cell_of(op: str, cell: Any, batch_dim: Any = None) -> Cell:
 
 
 class _StepsOfSequences:
-    """Calls a callable, with x as a sequence of one step if it hands x to nn.GRU, LSTM or RNN."""
+    """Calls a callable. If it passes x on to nn.GRU, LSTM or RNN, x is a sequence of one step."""
 
     def __init__(self, op: str, cell: Callable[..., Any]) -> None:
         self._op, self._cell = op, cell
-        self._time_dim: int | None = None  # of the sequences that the cell reads, if it does
+        self._time_dim: int | None = None  # of the sequences; None if the cell reads none
         self._looks = True
 
     def __call__(self, x: Tensor, state: State, *context: Tensor) -> Any:
         looks, self._looks = self._looks, False
-        # A replay of the first step does what that has done.
+        # If the first step found a sequence, later calls watch, too: one may be a replay of it.
         if (looks or self._time_dim is not None) and may_be_unbatched(state, len(x)):
             try:
                 with NoBatchAsSequence(len(x)):
@@ -168,8 +169,8 @@ class _StepsOfSequences:
 
 
 def _check_translation(op: str, cell: Any) -> None:
-    """Raise for one of torch's recurrent modules behind torch.compile or torch.jit: called with x
-    [B, E] and a state it does not return (output, state), or takes the batch for a sequence."""
+    """Raise if the cell is a recurrent module of torch behind torch.compile or torch.jit. A call of
+    it with x [B, E] does not return (output, state), or reads the batch as a sequence."""
     how, name = translated_from(cell) or ("", "")
     word = how.removeprefix("a ")
     contract, wrapped = "return (output, state)", f"{word}(x, s)"
@@ -216,7 +217,7 @@ def _from_rnn(op: str, cell: nn.RNNBase) -> Cell:
 
 
 def check_output(op: str, output: Any, batch: int, hidden: int) -> None:
-    """Raise if a callable's output is not [B, H]; the head would fail later with less to say."""
+    """Raise if a callable's output is not [B, H]: the head's error would be harder to read."""
     if not isinstance(output, Tensor):
         fail_type(op, "cell", "return (output, state) with a tensor output", type_name(output))
     if list(output.shape) != [batch, hidden]:
@@ -225,7 +226,7 @@ def check_output(op: str, output: Any, batch: int, hidden: int) -> None:
 
 
 def parameter_tensors(cell: Cell) -> list[Tensor]:
-    """Parameters that a step can reach, where the cell is a module."""
+    """Return the trained parameters of the cell if it is a module."""
     if cell.module is None:
         return []
     return [p for p in cell.module.parameters() if p.requires_grad]

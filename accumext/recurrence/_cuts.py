@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 
 def cuts(begin: int, end: int, *rules: int | Iterable[int]) -> list[tuple[int, int]]:
-    """[begin, end) in spans. A number as a rule says how long each is at most; steps, such as
-    range(0, T, k1), say where one ends."""
+    """Divide [begin, end) into spans. A rule that is a number is the greatest length of a span; a
+    rule of several steps, such as range(0, T, k1), lists where spans end."""
     longest, stops = end - begin, {end}
     for rule in rules:
         if isinstance(rule, int):

@@ -28,12 +28,12 @@ _SHARES = f"A share of the targets is fed by {_SHARE}, given ones by a bool mask
 
 @dataclass(frozen=True)
 class Feedback:
-    """The arguments that choose the input of each step, checked; nothing is drawn yet."""
+    """The arguments that choose the input of each step. No random number is drawn yet."""
 
     teacher: Tensor  # int64 [T, B]: the inputs of teacher forcing
     word: str = "teacher"  # a FeedbackWord, or "mask"
     mask: Tensor | None = None  # bool [T, B]: True feeds the teacher's input
-    share: float = 1.0  # of "scheduled": the probability of True
+    share: float = 1.0  # probability of True in the mask of "scheduled"
     temperature: float = 1.0  # of samples
     samples: bool = False  # predictions are samples, not the argmax
     generator: torch.Generator | None = None
@@ -42,13 +42,13 @@ class Feedback:
     def of(
         op: str,
         feedback: Any,
-        fed: Tensor,  # int64 [T, B]: the targets, with the token to feed where one is ignored
+        fed: Tensor,  # int64 [T, B]: the targets, with padding in place of ignored ones
         *,
         start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
         rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
         draw: Any = "argmax",
     ) -> Feedback:  # fmt: skip
-        """The arguments of this name, checked."""
+        """Check the arguments, and return them."""
         teacher = _teacher_inputs(op, start, inputs, fed, rows)
         word = "mask"
         if isinstance(feedback, Tensor):
@@ -68,7 +68,7 @@ class Feedback:
         return Feedback(teacher, word, mask, share, temperature, samples, generator)
 
     def drawn(self) -> Inputs:
-        """The inputs of one call, with all random numbers that they need."""
+        """Return the inputs of one call, with all random numbers that they need."""
         if self.word == "teacher":
             return Inputs(self.teacher)
         generator, shape, device = self.generator, self.teacher.shape, self.teacher.device
@@ -88,23 +88,23 @@ class Feedback:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The source of every input of one call."""
+    """The rule by which one call chooses the input of every step."""
 
     teacher: Tensor  # int64 [T, B]
-    mask: Tensor | None = None  # bool [T, B]: True feeds the teacher's input; None: everywhere
+    mask: Tensor | None = None  # bool [T, B]: True feeds the teacher's input; None always does
     temperature: float = 1.0  # of the samples
     uniforms: Tensor | None = None  # fp64 [T, B] in [0, 1), to sample with; None takes the argmax
     own: bool = False  # True feeds predictions alone, after the first step
 
     def choose(self, step: int, logits: Tensor) -> Tensor:
-        """The tokens [B] that logits [B, V] predict: the argmax in at least fp32, or a sample."""
+        """Return the tokens [B] that logits [B, V] predict: argmax in at least fp32, or samples."""
         logits = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
         if self.uniforms is None:
             return logits.max(-1).indices
         return sample(logits, self.uniforms[step], self.temperature)
 
     def next(self, step: int, predicted: Tensor) -> Tensor:
-        """The input [B] of `step` >= 1, after `predicted` [B] at the step before."""
+        """Return the input [B] of `step` >= 1, after `predicted` [B] at the step before."""
         if self.own:
             return predicted
         if self.mask is None:
@@ -117,18 +117,18 @@ def sample(
     uniforms: Tensor,  # fp64 [M], in [0, 1)
     temperature: float,
 ) -> Tensor:
-    """Samples [M] of softmax(logits / temperature), by inversion: the first token at which the
-    running sum of the probabilities passes the uniform number. The argmax of a row that is no
-    distribution, for its largest logit is infinite or NaN."""
+    """Return samples [M] of softmax(logits / temperature), by inversion: the first token at which
+    the running sum of probabilities exceeds the uniform number. A row whose largest logit is
+    infinite or NaN is no distribution: return its argmax."""
     tokens, peaks = [], []
-    # a few rows at a time: the running sums take twice the memory of the logits
+    # A few rows at a time, for the running sums take twice the memory of the logits.
     for row, uniform in zip(logits.split(4), uniforms.split(4), strict=True):
         peaks.append(peak := row.amax(1, keepdim=True))
         shifted = (row - peak) / temperature
         running = shifted.exp_().cumsum(1, dtype=torch.float64)
         whole = running[:, -1:].contiguous()
         token = torch.searchsorted(running, uniform[:, None] * whole, right=True)
-        possible = torch.searchsorted(running, whole)  # the last one: products are rounded
+        possible = torch.searchsorted(running, whole)  # last possible token: products are rounded
         tokens.append(torch.minimum(token, possible).squeeze(1))
     sampled, drawn = torch.cat(tokens), torch.cat(peaks).squeeze(1).isfinite()
     if logits.device.type == "cpu" and bool(drawn.all()):
@@ -149,8 +149,8 @@ def _check_mask(op: str, mask: Tensor, fed: Tensor) -> None:
 def check_options(
     op: str, word: Any, teacher_forcing: Any, temperature: Any, generator: Any, draw: Any = "argmax"
 ) -> bool:
-    """Tell whether this feedback, "mask" for one, draws samples. Raise for options that it has no
-    use for. A generator is none: results are the same though nothing is drawn from it."""
+    """Tell whether this feedback ("mask" for a mask) draws samples. Raise for an option without
+    effect. A generator is allowed without samples, since results would be the same."""
     if number(op, "teacher_forcing", teacher_forcing, 0) > 1:
         fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
     if number(op, "temperature", temperature) <= 0:
@@ -197,7 +197,7 @@ def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | N
 
 
 def _check_tokens(op: str, name: str, tokens: Tensor, fed: Tensor, rows: int | None) -> None:
-    """Check the device, and on a CPU the values: on a GPU the lookup itself asserts."""
+    """Check the device, and on a CPU the values: on a GPU the lookup itself asserts them."""
     if tokens.device != fed.device:
         fail_value(op, name, f"be on the device of targets, {fed.device}", tokens.device)
     if rows is None or tokens.device.type != "cpu" or tokens.numel() == 0:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 
 def rng_state(device: torch.device) -> tuple[Tensor, ...]:
-    """The generators that dropout on `device` draws from."""
+    """Return the states of the generators that dropout on `device` draws from."""
     if device.type == "cuda":
         return torch.get_rng_state(), torch.cuda.get_rng_state(device)
     return (torch.get_rng_state(),)
 
 
 def set_rng_state(state: tuple[Tensor, ...], device: torch.device) -> None:
-    """Put the generators back to where `rng_state` found them."""
+    """Set the generators to the states that `rng_state` returned."""
     torch.set_rng_state(state[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state[1], device)
@@ -25,7 +25,8 @@ def set_rng_state(state: tuple[Tensor, ...], device: torch.device) -> None:
 
 @contextmanager
 def replay_rng(state: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Repeat the draws that followed `rng_state`, then restore the generators; None: do nothing."""
+    """Repeat the draws after `rng_state` in this context, then restore the generators. None: do
+    nothing."""
     enabled, devices = state is not None, [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices, enabled):
         if state is not None:
@@ -34,10 +35,10 @@ def replay_rng(state: tuple[Tensor, ...] | None, device: torch.device) -> Iterat
 
 
 def own_generator(generator: torch.Generator | None, device: torch.device) -> torch.Generator:
-    """The given generator, or one seeded from the global CPU generator in place of a global one.
+    """Return the generator, or, if it is None or global, one seeded from the global CPU generator.
 
-    Tokens are drawn from it rather than from the global one, so that a replay of the cell's dropout
-    need not draw them again.
+    Dropout draws from the global generators. Tokens do not, so that a replay of dropout need not
+    draw tokens again.
     """
     global_generators = (torch.default_generator, *torch.cuda.default_generators)
     if generator is not None and not any(generator is g for g in global_generators):

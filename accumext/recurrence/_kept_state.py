@@ -1,8 +1,9 @@
-"""What a function keeps from one call to the next, beside the state that it hands on: attributes of
-its modules and objects, what is in their lists, dicts and buffers, variables of its closure.
+"""Hidden state: values that a function keeps from one call to the next, beside the state that it
+returns. They may be in attributes of its modules and objects, lists, dicts, buffers and closures.
 
-Steps that run again find it as it was before them, and leave it as it was before the replay. So a
-replay reads what the steps read, and what the steps wrote is written once, as in plain PyTorch.
+Before steps run again, these values are set back to those before the steps; after the replay, to
+those before the replay. So a replay reads the values that the steps read, and its own writes are
+undone: each step writes once, as in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -32,34 +33,35 @@ from accumext.tensors.torch_private import (
     own_children,
 )
 
-SMALL = 2**16  # bytes of a tensor that is copied before the first call, which may write into it
-LONGEST = 1000  # entries of a list or dict that is looked into
-DEEPEST = 3  # objects in objects that are looked into
-MOST = 5000  # values that are looked at; those next to the function come first
+SMALL = 2**16  # a tensor of at most so many bytes is copied before the first call may write it
+LONGEST = 1000  # a list, set or dict with more entries is not searched
+DEEPEST = 3  # levels of objects within objects that are searched
+MOST = 5000  # values that are visited, breadth first from the function
 
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict)
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "accumext"})
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
-# Hooks and the like. Parameters are no state of a recurrence, and `fully_shard` exchanges them.
+# Attributes of every module, such as hooks, which are not searched. Parameters are no state of a
+# recurrence, and `fully_shard` exchanges them.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class _Variables(NamedTuple):
-    """Some variables of a namespace: globals that a function names, or attributes."""
+    """Some variables of a namespace: globals that a function uses, or attributes."""
 
     variables: dict[str, Any]
     names: list[str]
 
 
 class _Draws:
-    """A generator of random numbers, by its state."""
+    """The state of a random number generator, as a value that can be read and written."""
 
     def __init__(self, get: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._get, self.put = get, put
         self._last = get()
 
     def state(self) -> Any:
-        """The state; the same object as long as nothing is drawn."""
+        """Return the state; the same object as long as nothing is drawn."""
         now = self._get()
         if not (torch.equal(now, self._last) if isinstance(now, Tensor) else now == self._last):
             self._last = now
@@ -67,7 +69,7 @@ class _Draws:
 
 
 class _Copy:
-    """What was in a tensor; None if it was too large to be copied before a call had written it."""
+    """The content of a tensor at one moment; None for a large one that no call had written yet."""
 
     __slots__ = ("content",)
 
@@ -76,18 +78,18 @@ class _Copy:
 
 
 class _Watched:
-    """A tensor that calls may write into, and a copy of what it holds now."""
+    """A tensor that calls may write into, and a copy of its latest content."""
 
     def __init__(self, tensor: Tensor, counting: list[Tensor], first: bool) -> None:
-        self.tensor = weakref.ref(tensor)  # for its graph may hold this
-        # The tensors whose numbers of writes tell that it was written.
+        self.tensor = weakref.ref(tensor)  # weak, for its graph may hold this object
+        # The tensors whose numbers of writes show that `tensor` was written.
         self._counting = [weakref.ref(other) for other in counting]
         self._writes = write_counts(counting)
         copied = tensor.nbytes <= SMALL or not (first or self._writes[0] == 0)
         self._copy = _Copy(tensor.detach().clone() if copied else None)
 
     def look(self) -> _Copy:
-        """The copy of what the tensor holds now."""
+        """Return a copy of the content; a new one only if the tensor was written."""
         tensor = self.tensor()
         writes = write_counts([t for t in (ref() for ref in self._counting) if t is not None])
         if tensor is not None and writes != self._writes:
@@ -95,34 +97,35 @@ class _Watched:
         return self._copy
 
     def put(self, copy: _Copy) -> bool:
-        """Write a copy back, and tell whether that was possible. The number of writes stays, for
-        autograd would take the tensor for a changed one."""
+        """Write a copy back, and tell whether that was possible. The write is not counted, for else
+        autograd would report a changed tensor."""
         tensor = self.tensor()
         if tensor is not None and self.look() is not copy:
             if copy.content is None:
                 return False
             if tensor.shape == copy.content.shape:
                 tensor.data.copy_(copy.content)
-            else:  # of resize_
+            else:  # the tensor was resized
                 tensor.data = copy.content.clone()
             self._copy = copy
         return True
 
 
 class Snapshot(NamedTuple):
-    """What a function kept at one moment."""
+    """The hidden state of a function at one moment."""
 
-    contents: list[tuple[Any, list[Any]]]  # places, and what was in each
-    copies: list[_Copy]  # of each tensor
+    contents: list[tuple[Any, list[Any]]]  # places, and the values in each
+    copies: list[_Copy]  # contents of all watched tensors
 
 
 class KeptState:
-    """The places in which a function may keep something, found by looking at what it refers to.
+    """The places in which a function may keep values between calls. They are found by a search.
 
-    A module and its submodules are looked at, and so are objects that a closure, a method, an
-    attribute or a hook names, lists, dicts, deques and sets in any of them, and generators.
+    It visits modules and submodules, objects in closures, methods, attributes and hooks, the lists,
+    dicts, deques and sets in any of them, and random number generators.
 
-    A graph holds what its replays need, so nothing here holds a graph: it would never be freed.
+    A graph refers to this object for its replays. So nothing here may refer to a graph, or the
+    cycle would never be freed.
     """
 
     def __init__(self, op: str, name: str, function: object) -> None:
@@ -132,7 +135,7 @@ class KeptState:
         self._by_id: dict[int, _Watched] = {}
         self._places: list[tuple[Any, list[Any]]] = []
         self._seen: dict[int, object] = {}  # by id, kept alive
-        # Those that are there before the first call, and what is in them.
+        # Places that exist before the first call, and the values in them.
         of_all = chain.from_iterable(hooks.values() for hooks in GLOBAL_HOOKS)
         parametrized = _Variables(*PARAMETRIZED)
         places: list[tuple[Any, list[Any]]] = [(parametrized, _read(parametrized))]
@@ -144,7 +147,7 @@ class KeptState:
         ]
 
     def save(self, graphs: bool = False) -> Snapshot:
-        """Look at all places, and note tensors without their graphs or, if asked, with them."""
+        """Return the hidden state. Its tensors have no graphs unless `graphs` is true."""
         contents, copies = self._look()
         known = len(self._places)
         for index, (place, values) in enumerate(contents):
@@ -154,7 +157,7 @@ class KeptState:
         return Snapshot(contents, copies)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Put everything back to what it was."""
+        """Set the hidden state back to a snapshot."""
         for place, saved in snapshot.contents:
             if not _same(_read(place), saved):
                 _write(place, saved)
@@ -165,7 +168,7 @@ class KeptState:
 
     @contextmanager
     def replaying(self, snapshot: Snapshot) -> Iterator[None]:
-        """Calls in this context find what there was then, and leave what there is now."""
+        """Set the hidden state to a snapshot in this context, and restore it afterwards."""
         now = self._look()
         try:
             self.restore(snapshot)
@@ -174,7 +177,7 @@ class KeptState:
             self.restore(now)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor lies in the memory of one that is put back."""
+        """Tell whether a tensor shares memory with one that `restore` writes."""
         storage = tensor.untyped_storage().data_ptr()
         kept = (watched.tensor() for watched in self._tensors)
         return any(t is not None and t.untyped_storage().data_ptr() == storage for t in kept)
@@ -204,12 +207,12 @@ class KeptState:
         return Snapshot(contents, [watched.look() for watched in self._tensors])
 
     def _find(self, given: Iterable[object], first: bool) -> list[tuple[Any, list[Any]]]:
-        """The places that values refer to, but for those that are known, and what is in them."""
+        """Search values for places that are not known yet, and return these with their contents."""
         found: list[tuple[Any, list[Any]]] = []
         seen = self._seen if first else dict(self._seen)
         waiting = deque((value, DEEPEST) for value in given)
         while waiting and len(seen) < MOST:
-            value, depth = waiting.popleft()  # of the objects that may be in it
+            value, depth = waiting.popleft()  # depth: levels of objects still to search
             if (isinstance(value, _PLAIN) and value is not random) or id(value) in seen:
                 continue
             if isinstance(value, Tensor):
@@ -250,7 +253,7 @@ class KeptState:
         kind, values = type(module), vars(module)
         functions: list[Any] = [getattr(kind, "forward", None), kind.__call__]
         if "forward" not in values and all(map(_is_of_library, (kind, *functions))):
-            # torch's own modules keep what they keep in buffers, and read their mode
+            # torch's own modules keep state in buffers only, and read `training`.
             places.append(_Variables(values, ["training"]))
         else:
             places.append(values)
@@ -259,7 +262,7 @@ class KeptState:
         return places, inside
 
     def _watch_counted(self, buffers: dict[str, Tensor | None], first: bool) -> None:
-        """Watch running statistics, which the kernels of batch norms write uncounted."""
+        """Watch running statistics by `num_batches_tracked`: batch norms write them uncounted."""
         count = buffers.get("num_batches_tracked")
         if count is not None:
             for buffer in buffers.values():
@@ -284,7 +287,8 @@ class KeptState:
 
 
 def _of_object(value: Any, depth: int) -> tuple[list[Any], list[Any]]:
-    """Places in a value that is neither a module nor a function, and other values to look at."""
+    """Return the places in a value that is no module, function or container, and other values to
+    visit."""
     if isinstance(value, tuple):
         return [], list(value)
     if isinstance(value, types.CellType):
@@ -301,7 +305,7 @@ def _of_object(value: Any, depth: int) -> tuple[list[Any], list[Any]]:
 
 
 def _of_function(function: Any) -> tuple[list[Any], list[Any]]:
-    """Places that a function names, and other values to look at."""
+    """Return the places that a function uses, and other values to visit."""
     if isinstance(function, types.MethodType):
         return [], [function.__self__, function.__func__]
     if isinstance(function, functools.partial):
@@ -309,7 +313,7 @@ def _of_function(function: Any) -> tuple[list[Any], list[Any]]:
     inside: list[Any] = [function.__defaults__, function.__kwdefaults__]
     if function.__globals__.get("__name__", "").partition(".")[0] != "torch":
         inside += function.__closure__ or ()
-    places: list[Any] = [function.__dict__]  # also what a wrapper, as torch.compile's, wraps
+    places: list[Any] = [function.__dict__]  # leads to the function in a torch.compile wrapper
     if not _is_of_library(function):
         variables = function.__globals__
         places.append(
@@ -325,7 +329,8 @@ def _has_graph(value: object) -> bool:
 
 
 def _without_graph(value: Any) -> Any:
-    """A tensor, or a tuple of them, that computes the same but has no graph; others as they are."""
+    """Return a tensor, or a tuple of tensors, as leaves without a graph; and any other value as it
+    is."""
     if isinstance(value, Tensor) and value.grad_fn is not None:
         return value.detach().requires_grad_()
     if not _has_graph(value):
@@ -344,13 +349,13 @@ def _same(now: list[Any], then: list[Any]) -> bool:
 
 
 def _read(place: Any) -> list[Any]:
-    """What is in a place, by which it can be written again."""
+    """Return the values in a place, with which `_write` restores it."""
     if isinstance(place, dict):
         return [*place, *place.values()]
     if isinstance(place, types.CellType):
         try:
             return [place.cell_contents]
-        except ValueError:  # nothing yet
+        except ValueError:  # an empty cell
             return []
     if isinstance(place, _Draws):
         return [place.state()]

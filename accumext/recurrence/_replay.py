@@ -1,8 +1,9 @@
 """Steps under autograd whose graph keeps no tensors: the backward pass runs them again.
 
-The graph is the one that the steps build. So gradients reach whatever they use, hooks run once, and
-DistributedDataParallel sends what one backward pass makes. Only the tensors that it would save are
-left out: each is a number, by which the tensor is found when the steps have been run again.
+The graph is the one that the steps build in the forward pass. So gradients reach all tensors that
+the steps use, hooks run once, and DistributedDataParallel communicates once per backward pass. Only
+saved tensors are missing: the graph has a number for each, by which the tensor is found among those
+that the steps save when they run again.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ Result = TypeVar("Result")
 
 
 class Checkpoint(NamedTuple):
-    """All that is needed to run from a step on."""
+    """Everything that steps need to run again from one step on."""
 
     state: State  # detached
-    read: list[Tensor]  # what steps from here on read: the state's tensors and others
-    writes: list[int]  # into each of them, so far
+    read: list[Tensor]  # tensors that the steps read: those of the state and others
+    writes: list[int]  # number of writes into each of them so far
     rng: tuple[Tensor, ...] | None  # None: nothing is drawn
-    kept: Snapshot  # what the function of the steps keeps
+    kept: Snapshot  # hidden state of the step function
 
 
 class Replay:
@@ -48,20 +49,21 @@ class Replay:
 
     def __init__(self, kept: KeptState, device: torch.device, draws: bool = True) -> None:
         self.kept, self.device, self.draws = kept, device, draws
-        self.modes = _modes_now(device)  # a context with those of the forward pass
-        # The tensors of the part that was run again last. It is known by its name, for a part holds
-        # this object: without circles, all is freed with the graph.
+        self.modes = _modes_now(device)  # a context with the modes of the forward pass
+        # The tensors of the part that was run again last, and the name of that part. A reference to
+        # the part, which refers to this object, would be a cycle and outlive the graph.
         self._found: dict[int, Tensor] = {}
         self._found_of: object = None
-        self._lock = threading.RLock()  # each device has a thread of its own in a backward pass
-        # Fingerprints of what steps came to at one moment, and its number.
+        self._lock = threading.RLock()  # a backward pass has one thread per device
+        # The number of a moment, and fingerprints of the results then.
         self._noted: tuple[int, list[Tensor]] | None = None
 
     def checkpoint(
         self, state: State, read: Sequence[Tensor] = (), graphs: bool = False
     ) -> Checkpoint:
-        """The start of the next step, which reads the state and `read`. What the function has kept
-        has graphs if steps go back to it, and none if they run again for the backward pass."""
+        """Return a checkpoint before the next step, which reads the state and `read`. With `graphs`
+        the hidden state keeps its graphs: for `go_back`, but not for replays in the backward pass.
+        """
         state = detach(state)
         all_read = [*tensors(state), *read]
         rng = rng_state(self.device) if self.draws else None
@@ -69,29 +71,29 @@ class Replay:
 
     @contextmanager
     def running_from(self, checkpoint: Checkpoint) -> Iterator[None]:
-        """Steps in this context find what there was then, and leave what there is now."""
+        """Set generators and hidden state to the checkpoint in this context; restore them after."""
         self.check_unwritten(checkpoint.read, checkpoint.writes)
         with replay_rng(checkpoint.rng, self.device), self.kept.replaying(checkpoint.kept):
             yield
 
     def go_back(self, checkpoint: Checkpoint) -> None:
-        """Put generators, and what the function keeps, back to what they were then."""
+        """Set generators and hidden state back to the checkpoint."""
         self.check_unwritten(checkpoint.read, checkpoint.writes)
         if checkpoint.rng is not None:
             set_rng_state(checkpoint.rng, self.device)
         self.kept.restore(checkpoint.kept)
 
     def check_unwritten(self, read: list[Tensor], writes: list[int]) -> None:
-        """Raise if tensors that are read again have been written since."""
+        """Raise if tensors that are read again have been written since `writes` were counted."""
         if write_counts(read) != writes:
             self._fail_changed("parameters, inputs and states")
 
     def note(self, moment: int, results: State) -> None:
-        """Note what steps have come to, for `compare`."""
+        """Note the results of steps, for `compare`."""
         self._noted = moment, fingerprints_of(results)
 
     def compare(self, moment: int, results: State) -> None:
-        """Raise if steps that have gone back come to something else at the moment of `note`."""
+        """Raise if steps that run again have other results at the same moment than in `note`."""
         if self._noted is not None and self._noted[0] == moment:
             known, self._noted = self._noted[1], None
             self.check_same(results, known)
@@ -100,9 +102,9 @@ class Replay:
         self, run: Callable[[State], Result], state: State, checked: Callable[[Result], State],
         start: Callable[[], Checkpoint], measure: Callable[[Tensor], None] | None = None,
     ) -> Result:  # fmt: skip
-        """The result of `run(state)`, with a graph that keeps no tensors; each is given to
-        `measure`. The backward pass runs it again from the checkpoint that `start` then returns,
-        and comes to the same in what `checked` picks from the result."""
+        """Return `run(state)`, with a graph that keeps no tensors. `measure` is called with each
+        tensor that it would keep. The backward pass calls `run` again from the checkpoint that
+        `start` then returns, and compares the part of the result that `checked` selects."""
         part = _Part(self, run, state, checked, start, measure)
         not_traced(part.pack, *([] if measure is None else [measure]))
         with self._saving_by(part.pack, part.unpack):
@@ -113,8 +115,8 @@ class Replay:
 
     @contextmanager
     def measuring(self, shared: Sequence[Tensor]) -> Iterator[dict[int, int]]:
-        """The bytes of each storage kept by a graph made in this context, which keeps all it needs,
-        but for those of leaves, of views of them, and of `shared` tensors."""
+        """Measure a graph that is built in this context and keeps its tensors. Yield the bytes of
+        each storage, without those of leaves, their views, and `shared` tensors."""
         sizes: dict[int, int] = {}
         strided = [t for t in shared if t.layout == torch.strided]  # others have no storage
         known = {tensor.untyped_storage().data_ptr() for tensor in strided}
@@ -124,11 +126,11 @@ class Replay:
                 storage = tensor.untyped_storage()
                 if storage.data_ptr() not in known:
                     sizes[storage.data_ptr()] = storage.nbytes()
-            # An output that its own node keeps would keep itself.
+            # Detached: a node that keeps its own output with its graph would be a cycle.
             return tensor.detach(), write_count(tensor)
 
         def unpack(saved: tuple[Tensor, int]) -> Tensor:
-            """As autograd does where there are no hooks, an error for what was written since."""
+            """Return the tensor; raise, as autograd does without hooks, if it was written since."""
             tensor, writes = saved
             if write_count(tensor) != writes:
                 self._fail_changed(f"tensors that the {self.kept.name} reads")
@@ -139,18 +141,18 @@ class Replay:
             yield sizes
 
     def unpack(self, part: _Part, index: int) -> Tensor:
-        """A tensor that the graph of a part would have saved. It is given away."""
+        """Return a tensor that the graph of a part would have saved, and drop it here."""
         if not part.recorded:
             self._fail_differentiates()
         with self._lock:
             if self._found_of is not part.name or index not in self._found:
-                self._found_of, self._found = None, {}  # one part's at a time
+                self._found_of, self._found = None, {}  # only one part's tensors exist at a time
                 self._found = self._replay(part)
                 self._found_of = part.name
             return self._found.pop(index)
 
     def _replay(self, part: _Part) -> dict[int, Tensor]:
-        """Run a part again for the tensors that its graph would have saved."""
+        """Run a part again, and return the tensors that its graph would have saved."""
         found: list[tuple[Tensor, int]] = []
 
         def pack(tensor: Tensor) -> None:
@@ -174,20 +176,20 @@ class Replay:
         return {index: tensor for index, (tensor, _) in enumerate(found)}
 
     def check_same(self, results: State, known: list[Tensor]) -> None:
-        """Raise unless a replay has come to the results of the forward pass, whose fingerprints are
-        known, but for rounding: half of the digits of a dtype."""
+        """Raise if the results of a replay differ from those of the forward pass, whose
+        fingerprints are known, by more than rounding: half of the digits of the dtype."""
         fingerprints = fingerprints_of(results)
         if len(fingerprints) != len(known):
             self._fail("another result")
         for tensor, now, then in zip(_dense(results), fingerprints, known, strict=True):
-            if now.device.type == "cpu" and torch.equal(now, then):  # as a rule
+            if now.device.type == "cpu" and torch.equal(now, then):  # the usual case
                 continue
             difference = (now - then).abs()
             if tensor.is_floating_point() or tensor.is_complex():
                 difference -= math.sqrt(torch.finfo(tensor.dtype).eps) * tensor.detach().norm()
             if difference.device.type != "cpu":
                 assert_on_device(~(difference > 0), self._differs("another result"))
-            elif difference > 0:  # not for NaN
+            elif difference > 0:  # false for NaN, which is no error
                 self._fail("another result")
 
     def _differs(self, got: str) -> str:
@@ -206,7 +208,7 @@ class Replay:
     def _saving_by(
         self, pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
     ) -> Iterator[None]:
-        """Hooks for saved tensors. The functions of torch.func refuse them."""
+        """Set hooks for saved tensors. The functions of torch.func raise an error with them."""
         try:
             with saved_tensors_hooks(pack, unpack):
                 yield
@@ -224,7 +226,7 @@ class Replay:
 
 
 class _Part:
-    """Steps that run again in the backward pass, and the tensors that they save."""
+    """Steps that run again in the backward pass, and shapes of the tensors that they save."""
 
     def __init__(
         self, owner: Replay, run: Callable[[State], Any], state: State,
@@ -240,7 +242,7 @@ class _Part:
         self.name = object()
 
     def run_again(self) -> State:
-        """Run the steps from their start, and return what is checked of their results."""
+        """Run the steps again from their checkpoint, and return the results to be compared."""
         checkpoint, requires = self.start(), iter(self.requires_grad)
         with self.owner.running_from(checkpoint):
             state = map_tensors(
@@ -263,7 +265,7 @@ def _dense(results: State) -> list[Tensor]:
 
 
 def fingerprints_of(results: State) -> list[Tensor]:
-    """Of every tensor its product with a ramp, which also tells exchanged elements."""
+    """Return the dot product of each tensor with a ramp, which detects exchanged elements, too."""
     found = []
     for tensor in _dense(results):
         values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
@@ -280,7 +282,7 @@ def _never(_: None) -> Tensor:
 
 
 def _modes_now(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """A context with the modes of now: autocast, and those of functions, as the default device."""
+    """Return a context with the present autocast and function modes, such as a default device."""
     of_functions = function_modes()
     modes = [
         (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))

@@ -1,4 +1,4 @@
-"""Rows whose state is put back to their initial state before some steps."""
+"""Rows whose state is set back to their initial state before some steps."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from accumext.tensors.checks import fail_type, fail_value, type_name
 
 @dataclass(frozen=True)
 class Resets:
-    """The rows that are reset, and the steps before which they are."""
+    """The rows that are reset, and the steps before which that happens."""
 
     rows: Tensor  # bool [T, B]
-    steps: frozenset[int]  # those before which a row may be reset; at step 0 every row is
+    steps: frozenset[int]  # steps after 0 before which a row may be reset
 
     def at(self, step: int, active: Tensor | None) -> Tensor:
-        """The rows [B] that are reset before this step: none that is inactive."""
+        """Return the rows [B] that are reset before this step, without inactive ones."""
         return self.rows[step] if active is None else self.rows[step] & active[step]
 
     def apply(
@@ -32,11 +32,11 @@ class Resets:
         initial: State,
         batch_dim: int,
     ) -> State:
-        """The state before this step, with its rows reset."""
+        """Return the state before this step, with its rows reset."""
         if step not in self.steps:
             return state
         for now, first in zip(tensors(state), tensors(initial), strict=False):
-            if now.shape != first.shape:  # a cell would read the zeros behind what it began with
+            if now.shape != first.shape:  # a shorter one would get zeros, which a cell reads
                 contract = "keep the shapes of its state where rows are reset"
                 advice = "Keep a cache as long as it gets, and how much of it each row has, [B]"
                 got = f"{list(now.shape)} after {list(first.shape)}"
@@ -47,8 +47,8 @@ class Resets:
 def resets_of(
     op: str, value: Any, shape: tuple[int, int], state: State, device: torch.device, whose: str
 ) -> Resets:
-    """The argument `resets`, checked: a mask [T, B] on this device or on a CPU, where the host can
-    read it. Elsewhere it does not wait for it, and before every step a row may begin anew."""
+    """Check the argument `resets`, a mask [T, B] on this device or a CPU, and return it. The host
+    reads a mask on a CPU. It does not wait for a GPU: then any step may have resets."""
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
         fail_type(op, "resets", "be a bool tensor [T, B]", type_name(value))
     if state is None:
@@ -63,4 +63,4 @@ def resets_of(
 def _known(rows: Tensor, device: torch.device) -> Resets:
     known = rows[1:].any(1).tolist() if rows.device.type == "cpu" else [True] * (len(rows) - 1)
     steps = frozenset(step for step, any_row in enumerate(known, 1) if any_row)
-    return Resets(rows.to(device, copy=True), steps)  # the pass back reads them again
+    return Resets(rows.to(device, copy=True), steps)  # the backward pass reads them again

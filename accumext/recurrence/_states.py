@@ -1,5 +1,5 @@
-"""Recurrent states of any nesting (tuples, lists, dicts, dataclasses): detach them, freeze rows of
-them."""
+"""Recurrent states: tensors in tuples, lists, dicts and dataclasses. Functions that detach them,
+freeze rows of them, and more."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ State: TypeAlias = Any
 
 
 def leaves(state: State) -> list[Any]:
-    """The entries of a state, in order."""
-    if state is None or isinstance(state, Tensor):  # the usual ones, without a walk
+    """Return the entries of a state, in order."""
+    if state is None or isinstance(state, Tensor):  # a short cut for common states
         return [state]
     if type(state) in (tuple, list):
         return [leaf for part in state for leaf in leaves(part)]
@@ -40,12 +40,12 @@ def leaves(state: State) -> list[Any]:
 
 
 def map_leaves(function: Callable[[Any], Any], state: State) -> State:
-    """The same nesting, in new containers, with `function` applied to what it holds."""
+    """Return the same nesting, in new containers, with `function` applied to every entry."""
 
     def of_leaf(leaf: Any) -> Any:
         if not _has_fields(leaf):
             return function(leaf)
-        made = copy.copy(leaf)  # not by its class, which may have an __init__ of its own
+        made = copy.copy(leaf)  # not by a call of the class, which may have its own __init__
         for name, value in _field_values(leaf).items():
             object.__setattr__(made, name, map_leaves(function, value))
         return made
@@ -66,19 +66,19 @@ def _field_values(instance: Any) -> dict[str, Any]:
 
 
 def tensors(state: State) -> list[Tensor]:
-    """The tensors of a state, in order."""
+    """Return the tensors of a state, in order."""
     if isinstance(state, Tensor):
         return [state]
     return [leaf for leaf in leaves(state) if isinstance(leaf, Tensor)]
 
 
 def size_of(state: State) -> int:
-    """The bytes of its tensors."""
+    """Return the bytes of a state's tensors."""
     return sum(tensor.nbytes for tensor in tensors(state))
 
 
 def check_nesting(op: str, name: str, state: State) -> None:
-    """Raise for any other container: its tensors would be neither detached nor frozen."""
+    """Raise if a state has another container: its tensors would be neither detached nor frozen."""
     for leaf in () if state is None or isinstance(state, Tensor) else leaves(state):
         if not (leaf is None or isinstance(leaf, (Tensor, bool, int, float, str))):
             contract = "nest tensors in tuples, lists, dicts and dataclasses"
@@ -86,12 +86,12 @@ def check_nesting(op: str, name: str, state: State) -> None:
 
 
 def copy_nesting(state: State) -> State:
-    """The same tensors in new containers, which a cell may write into."""
+    """Return the same tensors in new containers, which a cell may write into."""
     return state if isinstance(state, Tensor) else map_leaves(lambda leaf: leaf, state)
 
 
 def map_tensors(function: Callable[[Tensor], Any], state: State) -> State:
-    """The same nesting with `function` applied to every tensor."""
+    """Return the same nesting with `function` applied to every tensor."""
     if state is None:
         return None
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, state)
@@ -105,7 +105,7 @@ class _Words(str):
 
 
 def with_shapes(output: Any) -> str:
-    """A named tuple as text: of each tensor its dtype and shape, for which no device is read."""
+    """Return a named tuple as text, with dtype and shape of each tensor: this reads no device."""
 
     def shape(tensor: Tensor) -> _Words:
         device = "" if tensor.device.type == "cpu" else f" on {tensor.device}"
@@ -116,19 +116,19 @@ def with_shapes(output: Any) -> str:
 
 
 def detach(state: State) -> State:
-    """The same values in the same nesting, without a graph."""
+    """Return the same values in the same nesting, without a graph."""
     return map_tensors(Tensor.detach, state)
 
 
 def called(op: str) -> str:
-    """The argument of an operation that it calls at every step."""
+    """Return the name of the argument that an operation calls at every step."""
     return "step" if op in ("tbptt", "rollout") else "cell"
 
 
 def freeze(op: str, active: Tensor, new: State, old: State, batch_dim: int) -> State:
-    """`new` in the rows where `active` [B] is true, `old` in the others.
+    """Return `new` in the rows where `active` [B] is true, and `old` in the others.
 
-    A tensor may have grown in one dimension, such as a cache of keys: the other rows have zeros
+    A tensor may have grown in one dimension, such as a cache of keys: inactive rows get zeros
     behind their own entries.
     """
 
@@ -155,7 +155,7 @@ def freeze(op: str, active: Tensor, new: State, old: State, batch_dim: int) -> S
 
 
 def _grown(op: str, old: Tensor, new: Tensor, batch_dim: int) -> Tensor:
-    """`old` with zeros behind it, as long as `new`."""
+    """Return `old`, padded with zeros to the shape of `new`."""
     if old.shape == new.shape:
         return old
     longer = [now - was for was, now in zip(old.shape, new.shape, strict=False)]
@@ -166,7 +166,7 @@ def _grown(op: str, old: Tensor, new: Tensor, batch_dim: int) -> Tensor:
 
 
 def write_counts(given: list[Tensor]) -> list[int]:
-    """The number of writes into each tensor, for `check_unwritten`."""
+    """Return the number of writes into each tensor, for `check_unwritten`."""
     try:
         return list(map(write_count, given))
     except RuntimeError:
@@ -188,7 +188,7 @@ def check_unwritten(op: str, name: str, what: str, given: list[Tensor], counts: 
 def within_length_of(
     op: str, lengths: Any, shape: tuple[int, int], device: torch.device, whose: str
 ) -> Tensor:
-    """The argument `lengths`, checked, as bool [T, B]: which steps count."""
+    """Check the argument `lengths`, and return which steps are within them, bool [T, B]."""
     steps, batch = shape
     lengths = lengths_tensor(op, "lengths", lengths, device)
     if list(lengths.shape) != [batch]:
@@ -201,15 +201,15 @@ def within_length_of(
 
 
 def batch_dim_of(op: str, value: Any) -> int:
-    """The argument `batch_dim`, checked; 0 where it is None."""
+    """Check the argument `batch_dim`, and return it; 0 if it is None."""
     if value is not None and integer(op, "batch_dim", value) < 0:
         fail_value(op, "batch_dim", "be at least 0", value)
     return int(value or 0)
 
 
 def check_batch_dim(op: str, state: State, batch: int, batch_dim: int | None) -> None:
-    """Raise unless the tensors of a state have the batch where its rows are told apart: in
-    `batch_dim`; in dimension 0 if that is None, where no other dimension may be meant."""
+    """Raise unless the tensors of a state have the batch in `batch_dim`. If that is None, it must
+    be in dimension 0, and no other dimension may have its size, but for the last one."""
     shapes = [tensor.shape for tensor in tensors(state) if tensor.dim() > 0]
     for tensor in tensors(state):
         if tensor.dim() > 0:
@@ -223,7 +223,7 @@ def check_batch_dim(op: str, state: State, batch: int, batch_dim: int | None) ->
 
 
 def _check_rows(op: str, tensor: Tensor, batch_dim: int, batch: int) -> None:
-    """Raise if a tensor of a state has not the batch where its rows are to be frozen."""
+    """Raise if a tensor of a state, whose rows are to be frozen, lacks the batch in `batch_dim`."""
     if tensor.dim() > batch_dim and tensor.shape[batch_dim] == batch:
         return
     contract = f"hold tensors with the batch in dimension {batch_dim} to be frozen by row"
@@ -233,8 +233,8 @@ def _check_rows(op: str, tensor: Tensor, batch_dim: int, batch: int) -> None:
 
 
 def join(op: str, function: Callable[[list[Tensor]], Tensor], parts: list[State]) -> State:
-    """One nesting from several alike: of what they hold at each place, `function` of the tensors,
-    and else what the first has."""
+    """Join states of the same nesting into one: each tensor is `function` of the tensors in its
+    place, and any other entry is that of the first state."""
     first, places = parts[0], [leaves(part) for part in parts]
     if any(len(place) != len(places[0]) for place in places):
         contract = f"return extras with {len(places[0])} entries at every step"
@@ -249,8 +249,8 @@ def join(op: str, function: Callable[[list[Tensor]], Tensor], parts: list[State]
 
 
 def hook_beyond(view: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-    """Apply a function to the gradient that a view passes on. That of the view itself, which a step
-    may ask torch.autograd.grad for, is left alone, unlike by a hook of the tensor."""
+    """Apply a function to the gradient that a view passes on to its base. Unlike a tensor hook, it
+    leaves the gradient of the view itself alone, which a step may ask torch.autograd.grad for."""
 
     def beyond(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
         return tuple(None if g is None else function(g) for g in gradients)
@@ -260,6 +260,6 @@ def hook_beyond(view: Tensor, function: Callable[[Tensor], Tensor]) -> None:
 
 
 def zero_dependency(given: list[Tensor]) -> Tensor | None:
-    """A 0 that depends on every given tensor, whose backward gives each a zero gradient."""
+    """Return a 0 that depends on every given tensor: its backward gives each a zero gradient."""
     zeros = [t.reshape(-1)[:0].sum().real for t in given if t.requires_grad]
     return torch.stack([t.to(zeros[0].dtype) for t in zeros]).sum() if zeros else None

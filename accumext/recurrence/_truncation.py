@@ -1,5 +1,5 @@
 """k1, k2 and random cuts: how far the gradient of a step flows back through the states before it.
-docs/decoder.md has the definition."""
+They are defined in docs/decoder.md."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Truncation:
     """The arguments that bound the gradients of states."""
 
     k1: int | None = None  # steps between the ends of two windows
-    k2: int | None = None  # steps from the end of a window back to its begin
-    random: bool = False  # cuts are drawn instead, and k2 is the mean of steps between them
-    clip: float | None = None  # bound of each element, as of the gradient of the loss
-    cuts: bool = False  # gradients are cut off somewhere, and with them that of the last state
-    period: int | None = None  # steps after which every state is cut off; not of other windows
+    k2: int | None = None  # steps from the end of a window back to its beginning
+    random: bool = False  # cuts are random, with k2 steps between them on average
+    clip: float | None = None  # bound of each element of a state's gradient, before a loss scale
+    cuts: bool = False  # gradients are cut somewhere, so the returned state is detached
+    period: int | None = None  # steps between cuts of all rows if k1 = k2; else None
 
     @staticmethod
     def of(op: str, k1: Any, k2: Any, truncation: Any, clip: Any = None) -> Truncation:
-        """The arguments, checked. A warning says that k1 alone has no effect."""
+        """Check the arguments, and return them. Warn of k1 without k2, which has no effect."""
         one_of(op, "truncation", truncation, TRUNCATIONS)
         random = truncation == "random"
         k1 = None if k1 is None else positive_int(op, "k1", k1)
@@ -60,9 +60,10 @@ class Truncation:
         return Truncation(k1, k2, random, clip, k2 is not None, k2 if k1 == k2 else None)
 
     def spans(self, steps: int) -> list[tuple[int, int, int]]:
-        """(begin, counting, end): the losses of steps [counting, end) flow back to step `begin`.
+        """Return (begin, counting, end): losses of steps [counting, end) flow back to step `begin`.
 
-        One for all steps unless windows overlap: with k1 = k2 a gate cuts between them.
+        There is one span for all steps unless windows overlap. With k1 = k2 a gate cuts between
+        windows.
         """
         if self.k1 is None or self.k2 is None or self.k1 == self.k2:
             return [(0, 0, steps)]
@@ -76,7 +77,7 @@ class Truncation:
         generator: torch.Generator | None = None,
         resets: Resets | None = None,
     ) -> StateGradientGate:
-        """A gate for the states of one call, with its random cuts drawn."""
+        """Draw the random cuts of one call, and return a gate for its states."""
         if not self.random and self.period is None and self.clip is None:
             return OPEN_GATE
         if not self.random:
@@ -84,7 +85,7 @@ class Truncation:
         assert self.k2 is not None
         own = own_generator(generator, like.device)
         factors = random_cuts(steps, batch, self.k2, like, own)
-        if resets is not None:  # a row that is reset is cut off from nothing
+        if resets is not None:  # a row that is reset reads its initial state, which is never cut
             factors = factors.masked_fill(resets.rows, 1)
         return StateGradientGate(factors, self.clip)
 
@@ -97,10 +98,10 @@ class StateGradientGate:
     """Cuts off, weighs and bounds the gradient that the state before each step passes on."""
 
     factors: Tensor | None  # [T, B]; row t is for the state before step t
-    clip: float | None  # bound of each element of the gradient of the loss
-    period: int | None = None  # the states of all rows are cut off before each multiple of it
-    resets: Resets | None = None  # whose rows are not cut off, beside `period`
-    limit: Tensor | None = None  # 0-dim: the bound in the backward pass that runs
+    clip: float | None  # bound of each element of the gradient, before a loss scale
+    period: int | None = None  # all rows are cut off before each step that is a multiple of it
+    resets: Resets | None = None  # rows that `period` does not cut off: they were just reset
+    limit: Tensor | None = None  # 0-dim: the bound in the current backward pass
 
     def begin_backward(self, upstream: Tensor) -> None:
         """Scale the bound by the upstream gradient of the loss, such as a loss scale."""
@@ -109,14 +110,14 @@ class StateGradientGate:
             self.limit = scale * self.clip
 
     def cut(self, step: int, state: State) -> State:
-        """The state before a step, detached where it is known to be cut off in every row."""
+        """Return the state before a step, detached if it is known to be cut off in every row."""
         if self.period is not None:
             return state if step == 0 or step % self.period else detach(state)
         factor = self._factor(step)
         return detach(state) if isinstance(factor, float) and factor == 0 else state
 
     def attach(self, step: int, state: State, batch_dim: int = 0) -> State:
-        """The state before a step, whose gradient passes this gate row by row."""
+        """Return the state before a step as views whose gradients pass this gate row by row."""
         factor = self._factor(step)
         if factor is None and self.clip is None:
             return state
@@ -134,7 +135,7 @@ class StateGradientGate:
         return map_tensors(attach, state)
 
     def _factor(self, step: int) -> Tensor | float | None:
-        """The factor of a step: of each row, [B], or a number where the host knows the only row."""
+        """Return the factors [B] of a step; or a number if there is one row, and it is on a CPU."""
         if self.factors is None:
             return None
         one = self.factors.shape[1] == 1 and self.factors.device.type == "cpu"
@@ -155,7 +156,7 @@ class StateGradientGate:
         return gradient
 
     def row_factors(self, steps: slice, like: Tensor) -> Tensor | None:
-        """Factors [n, B] of these steps, for gradients [n, B, ...] like this one."""
+        """Return factors [n, B] of these steps, for gradients [n, B, ...] like this one."""
         if self.factors is not None:
             return self.factors[steps].to(like.dtype)
         if self.period is None:
@@ -172,11 +173,11 @@ OPEN_GATE = StateGradientGate(None, None)  # every gradient passes as it is
 
 
 def windows(steps: int, k1: int, k2: int) -> list[tuple[int, int, int]]:
-    """(begin, counting, end): the losses of steps [counting, end) flow back to step `begin`.
+    """Return (begin, counting, end): the losses of steps [counting, end) flow back to step `begin`.
 
     A window ends at every multiple of k1 and after the last step. Its losses are those since the
-    end before it. They flow back k2 steps from its end, or with k1 = k2 to the first of them, also
-    in a last window of fewer steps.
+    end of the window before. They flow back k2 steps from its end. With k1 = k2 they flow back to
+    the first step that has one, also in a last window of fewer steps.
     """
     return [
         (counting if k1 == k2 else max(0, end - k2), counting, end)
@@ -187,8 +188,8 @@ def windows(steps: int, k1: int, k2: int) -> list[tuple[int, int, int]]:
 def random_cuts(
     steps: int, batch: int, mean: int, like: Tensor, generator: torch.Generator
 ) -> Tensor:
-    """Factors [T, B]: 0 with probability 1 / mean, and otherwise 1 / (1 - 1 / mean), so that the
-    expected gradient is the exact one (ARTBP: Tallec & Ollivier 2017). 1 before step 0."""
+    """Draw factors [T, B]: 0 with probability 1 / mean, and otherwise 1 / (1 - 1 / mean), so that
+    the expected gradient is exact (ARTBP: Tallec & Ollivier 2017). Before step 0 they are 1."""
     cut = 1 / mean
     drawn = torch.rand(steps, batch, dtype=torch.float64, device=like.device, generator=generator)
     factors = (drawn >= cut).to(torch.promote_types(like.dtype, torch.float32)) / (1 - cut)

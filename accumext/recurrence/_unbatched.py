@@ -1,5 +1,5 @@
-"""nn.GRU, LSTM and RNN behind a callable: a call with x [B, E] is one sequence of B steps to them,
-so that rows would see each other."""
+"""Detection of nn.GRU, LSTM and RNN inside a callable. They read x [B, E] as one sequence of B
+steps, so that rows of the batch would affect each other."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 from accumext.recurrence._states import State, tensors
 
-# What nn.GRU, LSTM and RNN call, with x [T, B, E] as the first argument and batch_first as the last
+# Functions that nn.GRU, LSTM and RNN call with x [T, B, E] first and batch_first last.
 _OF_SEQUENCES = {torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu}
 
 
 class ReadAsSequence(Exception):
-    """A module of sequences was called with the rows of a batch."""
+    """An nn.GRU, LSTM or RNN has read the rows of a batch as the steps of a sequence."""
 
     def __init__(self, time_dim: int) -> None:
         super().__init__("nn.GRU, LSTM or RNN called with [B, E], a sequence of B steps to them")
@@ -23,14 +23,14 @@ class ReadAsSequence(Exception):
 
 
 def may_be_unbatched(state: State, batch: int) -> bool:
-    """Tell whether such a call may take this state: none, or [layers, H]."""
+    """Tell whether a call without a batch dimension may take this state: None, or [layers, H]."""
     none_or_small = state is None or any(t.dim() == 2 and len(t) != batch for t in tensors(state))
     return none_or_small and batch > 1
 
 
 class NoBatchAsSequence(TorchFunctionMode):
-    """In this context such a call raises `ReadAsSequence`. For a first step alone, whose price it
-    is."""
+    """A context in which an nn.GRU, LSTM or RNN raises `ReadAsSequence` if it reads rows as steps.
+    It slows calls down, so it is used for the first step only."""
 
     def __init__(self, batch: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is known of peft: its layers stand around the ones that they adapt."""
+"""Support for peft, whose layers wrap the layers that they adapt."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from torch import nn
 
 
 def base_layer(module: nn.Module) -> nn.Module:
-    """The layer that an adapter stands around, which has its sizes; any other module itself."""
+    """Return the layer that an adapter wraps, which has its sizes; for other modules themselves."""
     inner = getattr(module, "base_layer", None)
     return inner if isinstance(inner, nn.Module) else module
