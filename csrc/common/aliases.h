@@ -1,4 +1,4 @@
-// Memory that arguments of a call share: no other argument may touch what a kernel writes.
+// Memory that arguments of a call share: no argument may overlap another one that is written.
 #pragma once
 
 #include <cstdint>

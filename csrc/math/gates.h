@@ -47,7 +47,7 @@ struct LstmGradient {
   T i_pre, f_pre, g_pre, o_pre, c;
 };
 
-// dc is that of c' but for the part that h' brings; tanh_c = tanh(c').
+// dc is the gradient of c' without the part that comes through h'; tanh_c = tanh(c').
 template <typename T>
 ACCUMEXT_HOST_DEVICE inline LstmGradient<T> lstm_gradient(T dh, T dc, T i, T f, T g, T o, T c,
                                                           T tanh_c) {
