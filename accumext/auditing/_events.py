@@ -18,7 +18,7 @@ Sketch: TypeAlias = Tensor  # float64 [parameters, SIZE] on the host, linear in 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss in the graph of a backward pass, as near to its root as autograd names it."""
+    """A loss in the graph of a backward pass: the node nearest to the root that autograd names."""
 
     node: int  # its number in the graph, the same in every pass that goes through it
     known: bool  # one of torch's losses
@@ -30,7 +30,7 @@ class Loss:
 
 @dataclass(frozen=True)
 class Graph:
-    """What autograd keeps for a backward pass, when that begins."""
+    """What autograd keeps for a backward pass at its beginning."""
 
     bytes: int  # of saved tensors, without parameters
     calls: int  # uses of the parameter that is used most often
@@ -228,7 +228,7 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A record as one of its optimizers sees it: its windows, and what came after the last."""
+    """A record as one of its optimizers sees it: its windows, and the events after the last."""
 
     record: Record
     optimizer: Optimized

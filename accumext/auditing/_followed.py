@@ -62,7 +62,7 @@ class Followed:
         self.wrapper: AccumulatingOptimizer | None = None
         self.windows, self.closures = 0, 0
         self.filled = False  # whether a pass has left gradients since they were cleared
-        self.used: Used | None = None  # by the last step, until its window is complete
+        self.used: Used | None = None  # by the last step, if its window is not complete
         self._reports: dict[int, Any] = {}  # the wrapper's reports, by window
         self._last: Any = None  # the last report, also if it came before the audit
 

@@ -243,8 +243,8 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self.watching = True
-        self._parameters: dict[int, int] = {}  # by the address of a storage
-        self._leaves: dict[int, int] = {}  # by id
+        self._parameters: dict[int, int] = {}  # numbers by the address of a storage
+        self._leaves: dict[int, int] = {}  # numbers by id
         self._held: dict[int, _Memory] = {}  # by the address of a storage
         self._bytes, self._passes = 0, 0
         self._uses = Counter[int]()  # of each parameter
@@ -288,7 +288,7 @@ class SavedTensors:
             width = held.tensor.shape[-1] if held.tensor.dim() else 0
             memory = self._held.setdefault(held.key, _Memory(held.size, width, self._passes))
             memory.users += by
-            if memory.users == max(by, 0):  # the first came, or the last went
+            if memory.users == max(by, 0):  # the first user, or the last one
                 self._bytes += by * memory.bytes
             if not memory.users:
                 del self._held[held.key]

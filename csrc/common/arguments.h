@@ -96,7 +96,7 @@ class Arguments {
     return numbered;
   }
 
-  // Written memory may be that of no other argument, but for a main gradient that is its own
+  // Requires that written memory belongs to no other argument, unless a main gradient is its own
   // gradient.
   static void require_apart(const std::vector<Pair>& pairs, const Scalar& factor,
                             const float* found_inf) {

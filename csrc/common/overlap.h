@@ -124,7 +124,7 @@ class WrittenRanges {
 
   std::vector<Range> ranges_;  // by their begin
   bool apart_ = true;          // no two overlap
-  int64_t next_ = 0;           // the first that begins behind the last range that was asked about
+  int64_t next_ = 0;           // the first range that begins behind that of the last query
 };
 
 }  // namespace accumext

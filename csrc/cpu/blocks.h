@@ -47,7 +47,7 @@ class Walker {
 
   int64_t offset(int operand) const { return offset_[operand]; }
 
-  // At most to the end of the run.
+  // Goes on by `count` elements, at most to the end of the run.
   void advance(int64_t count) {
     int64_t d = last_;
     step(d, count);

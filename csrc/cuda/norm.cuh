@@ -21,7 +21,7 @@ struct Outcome {
   void* norm = nullptr;        // [], of norm_dtype; or null
   Dtype norm_dtype;            // kFloat or kDouble
   float* found_inf = nullptr;  // [], or null
-  Closing closing = {};        // of a window, if it has somewhere to go
+  Closing closing = {};        // of a window; without pointers there is none
   Clip* clip = nullptr;
   double max_norm = 0.0;   // with clip
   bool if_finite = false;  // with clip

@@ -7,7 +7,7 @@
 
 namespace accumext {
 
-enum class CellKind : int { kGru, kLstm, kRnnTanh, kRnnRelu };  // in the order of _rnn.py: KINDS
+enum class CellKind : int { kGru, kLstm, kRnnTanh, kRnnRelu };  // as in _rnn_weights.py: KINDS
 
 // Blocks of H rows in weight_ih and weight_hh.
 constexpr int gate_count(CellKind kind) {

@@ -44,7 +44,7 @@ class Reciter(nn.Module):
         memory_budget: int | None = None,
         generator: torch.Generator | None = None,
     ) -> DecodeOutput:
-        """Return the loss of the words after the opening; it trains the encoder, too."""
+        """Return the loss of the words after the opening; its gradients reach the encoder, too."""
         return decode_loss(
             self.embedding,
             self.cell,

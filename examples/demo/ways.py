@@ -29,7 +29,7 @@ Way = Callable[[Reciter, Tensor, Tensor], Tensor]  # (model, texts, tokens to fe
 
 
 def with_accumext(model: Reciter, texts: Tensor, tokens: Tensor) -> Tensor:
-    """Return the loss of a decoder that predicts its own tokens, step by step; exact gradients."""
+    """Run forward and backward with tokens that the decoder predicts itself; exact gradients."""
     budget = BUDGET_STEPS * texts.shape[1] * model.head.weight.shape[0] * 4
     out = model.decode(texts, "greedy", memory_budget=budget)
     out.loss.backward()

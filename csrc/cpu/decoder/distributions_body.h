@@ -60,7 +60,7 @@ void differentiate_to(const Distributions<T>& all, int64_t begin, int64_t end) {
   });
 }
 
-// Calls f(whether there is a temperature, whether there is a teacher), with constants.
+// Calls f(whether the temperature is not 1, whether there is a teacher), with constants.
 template <typename T, typename F>
 void with_options(const Distributions<T>& all, const F& f) {
   const auto with_teacher = [&](auto tempered) {

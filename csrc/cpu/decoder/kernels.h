@@ -1,4 +1,4 @@
-// The inner loops of the decoder, compiled once for each instruction set like those of kernels.h.
+// The inner loops of the decoder, compiled once for each instruction set, like cpu/kernels.h.
 // T is the type of sums: float, or double for double operands.
 #pragma once
 
@@ -143,7 +143,7 @@ struct DecoderKernels {
   // All rows of a block times its panel.
   void (*multiply)(const Block<T>& block);
 
-  // Of rows [begin, end) and every column: the largest logit and the first row that has it.
+  // Finds the largest logit of rows [begin, end) in every column, and the first row that has it.
   void (*peaks)(const Logits<T>& logits, int64_t begin, int64_t end, T* peak, int64_t* row);
 
   // Writes exps; sums exp(z - peak), and exp((z - peak) / temperature) into `tempered` unless null.
@@ -154,8 +154,8 @@ struct DecoderKernels {
   int64_t (*pick)(const Logits<T>& logits, int64_t column, int64_t begin, int64_t end,
                   double threshold);
 
-  // Of rows [begin, end): sums [kDistributionSums, columns]; those of a teacher only if there is
-  // one.
+  // Computes sums [kDistributionSums, columns] over rows [begin, end); those of a teacher only if
+  // there is one.
   void (*sum)(const Distributions<T>& distributions, int64_t begin, int64_t end, T* sums);
 
   // Writes the gradient of the same rows to `gradients`, and in place of z.

@@ -30,7 +30,7 @@ template <typename T, int kSize>
   return x;
 }
 
-// Sums of kRows rows and kVectors registers of columns to `out`, or added to what is there.
+// Writes the sums of kRows rows and kVectors registers of columns to `out`, or adds them to it.
 template <typename T, int kSize, int kRows, int kVectors>
 [[gnu::always_inline]] inline void put_sums(const Block<T>& b,
                                             const Vector<T, kSize> (&sum)[kRows][kVectors],

@@ -42,13 +42,13 @@ class Layer {
   int64_t units() const { return units_; }
   int64_t inputs() const { return from_x_.depth; }
 
-  // The state before the step that comes: [batch, units] each; c of an LSTM.
+  // Sets the state before the next step: [batch, units] each; c of an LSTM.
   void start(const T* h, const T* c) {
     transpose(h, h_);
     if (kind_ == CellKind::kLstm) transpose(c, c_);
   }
 
-  // The state now, [units, padded(batch)].
+  // The current state, [units, padded(batch)].
   const T* h() const { return h_.get(); }
 
   // A step on x [inputs, padded(batch)]; rows that are not active (null: all are) keep their state.

@@ -11,7 +11,7 @@
 namespace accumext::cpu {
 namespace {
 
-// `count` leading elements, all but at the right edge.
+// Stores the first `count` elements: all of them, unless the vector is at the right edge.
 template <typename T, int kSize>
 [[gnu::always_inline]] inline void store(T* to, const Vector<T, kSize>& x, int64_t count) {
   if (count >= kSize) {

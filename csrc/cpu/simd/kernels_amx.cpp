@@ -18,8 +18,8 @@ namespace {
 constexpr int64_t kRowBytes = 64;  // of a tile: 16 floats, or 32 terms
 constexpr int64_t kTerms = 2 * kTile;
 
-// The shapes of the tiles below. Tiles of sums and of the left operand have as many rows as there
-// are, so that a row has the same bits in any group of rows.
+// The shapes of the tiles below. Tiles of sums and of the left operand have only as many rows as
+// there are left, so that a row has the same bits in any group of rows.
 struct alignas(64) TileShapes {
   explicit TileShapes(int64_t rows_of_both) {
     const auto upper = static_cast<uint8_t>(std::min<int64_t>(rows_of_both, kTile));

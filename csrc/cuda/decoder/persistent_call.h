@@ -42,7 +42,7 @@ struct PersistentCall {
   const int64_t* teacher;       // [T, B], or null
   const bool* teacher_mask;     // [T, B], or null
   bool* active;                 // [T, B], or null
-  int64_t eos, pad;             // eos: -1 for none, else active is there
+  int64_t eos, pad;             // eos: -1 for none, else `active` is given
   const double* uniforms;       // [T, B], or null
   double temperature;           // above 0
   Matrix<const uint16_t> head;  // [V, H] of the operand dtype, elements of a row next to each other

@@ -137,8 +137,8 @@ class PersistentHead {
   static constexpr int kGroups = kTiles == 4 ? 4 : 2;  // kRowGroup rows each: plan.task_rows
 
   // Computes the logits of a step and this block's part of each row's statistics, from h after the
-  // step. Uses the shared memory at `hidden`. Before they are overwritten, the exps of the previous
-  // step's logits are written, while the weight is being read.
+  // step. Uses the shared memory at `hidden`. Before it overwrites the logits of the previous step,
+  // it writes their exps, while the weight is being read.
   __device__ StreamPosition predict(int64_t step, const StreamPosition& position) const {
     load_hidden(step);
     WeightStream<kGroups> stream(position);
