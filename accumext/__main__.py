@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def module_of(command: str) -> Any:
-    """Import what a command needs, and no other one does."""
+    """Import the module of a command, and nothing that only other commands need."""
     if command == "doctor":
         from accumext.backends import _doctor
 
@@ -33,7 +33,7 @@ def module_of(command: str) -> Any:
 
         return cli
     package = Path(__file__).parent
-    if not (package / "demo").is_dir():  # a checkout, where it is one of the examples
+    if not (package / "demo").is_dir():  # in a checkout it is one of the examples
         accumext.__path__.append(str(package.parent / "examples"))
     return import_module("accumext.demo")
 
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_as_program() -> int:
-    """`main` without a traceback after Ctrl-C, or where a reader such as `head` has seen enough."""
+    """Run `main`, without a traceback after Ctrl-C or if a reader such as `head` stops reading."""
     try:
         try:
             return main()

@@ -12,12 +12,12 @@ import torch
 
 
 def peak_memory(fn: Callable[[], object], device: torch.device | str = "cpu") -> int:
-    """Bytes of tensors that a call holds at its highest point, over those there before it.
+    """Return the peak bytes of tensors during a call, over those allocated before it.
 
     On CUDA the figure is `torch.cuda.max_memory_allocated`. The CPU's allocator has no such
-    counter, so there it is the highest running sum of the allocations and releases that the
-    profiler recorded, in the order of their times: the same in every run, and free of what the C
-    library keeps back for later. Scratch memory that a kernel takes from elsewhere is in neither.
+    counter. For it the figure is the highest running sum of the allocations and releases that the
+    profiler recorded, in the order of their times: the same in every run, and without what the C
+    library keeps for later use. Scratch memory from other allocators counts in neither figure.
 
     Args:
         fn: called once; what it returns counts, and is dropped.
@@ -35,7 +35,7 @@ def peak_memory(fn: Callable[[], object], device: torch.device | str = "cpu") ->
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
 
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler's greetings on stderr
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no greetings of the profiler on stderr
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         fn()

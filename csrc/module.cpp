@@ -1,5 +1,5 @@
-// Python bindings of what needs no tensor, for tests and experiments: the chunk planner, and the
-// instruction set that the CPU kernels choose. Nothing is installed of it; compile it with
+// Python bindings of functions without tensors, for tests and experiments: the chunk planner, and
+// the instruction set that the CPU kernels choose. It is not installed; compile it with
 // torch.utils.cpp_extension.load(**accumext.backends.load_arguments("bind")).
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,4 @@
-"""Rules about what is in a window's gradient, and how much of it."""
+"""Rules about which micro-batches are in a window's gradient, and with which factors."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from accumext.auditing._sums import (
 )
 from accumext.auditing._words import Found, Said, numbered, several, some
 
-_ROUNDING_HALF = 0.05  # of a factor, where gradients are of half precision
+_ROUNDING_HALF = 0.05  # relative, of a factor, if gradients are of half precision
 
 # --- factors over the mean ------------------------------------------------------------------------
 
 
 def factors(view: View) -> Found:
-    """The gradient is c times the mean over the micro-batches."""
+    """Report windows whose gradient is a multiple of the mean over their micro-batches."""
     every = _whole(view)
     said = {kind: list[Said]() for kind in dict.fromkeys(one.kind for one in every)}
     for kind, found in said.items():
@@ -42,24 +42,24 @@ def factors(view: View) -> Found:
         found += _unlike(unknown, _by_size(unknown)) if unknown and _has_divisor(unknown) else ()
     for one in [one for found in said.values() for one in found]:
         if all(said.values()) or not one.id.startswith("accumulation.divided_by"):
-            yield one  # beside a loss without one, a constant factor is a weight
+            yield one  # if another loss is right, a constant factor is a weight
 
 
 def _whole(view: View) -> list[Sum]:
-    """Those of windows that no micro-batch is gone from."""
+    """Return the sums of windows whose gradient has not lost a micro-batch."""
     cleared = {fit.window.index for fit in fits(view) if list(_gone(fit, fit.parts))}
     return [one for one in sums_of(view) if one.window.index not in cleared]
 
 
 def _has_divisor(sums: Sequence[Sum]) -> bool:
-    """Whether all losses were divided by the number of micro-batches that most windows hold."""
+    """Tell whether all losses were divided by the usual number of micro-batches in a window."""
     divisor = 1 / usual_size(sums)
     columns = constants_by_place(part for one in sums for part in one.parts)
     return any(all(same(value, divisor) for value in column) for column in columns)
 
 
 def _by_size(sums: Sequence[Sum]) -> dict[int, float]:
-    """Of windows that do not hold as much as most: what they hold, in theirs."""
+    """Return, for each window of an unusual size, its size divided by the usual one."""
     full = usual_size(sums)
     return {i: one.size / full for i, one in enumerate(sums) if one.size != full}
 
@@ -88,7 +88,7 @@ def _of_known(view: View, sums: list[Sum]) -> Found:
         several_heads = any(len({part.of.reached for part in one.parts}) > 1 for one in sums)
         asks = len({*sizes}) == 1 or several_heads or not all(one.certain for one in sums)
         signs = {part.of.coefficient * part.factor > 0 for s in sums for part in s.parts}
-        if not asks or (alike(scaled) and len(signs) == 1):  # a difference of means is none
+        if not asks or (alike(scaled) and len(signs) == 1):  # not a difference of means
             yield _said("divisor_missing", [float(full)], windows, asks)
     elif off and len(off) < len(sums):
         hits = Counter(name for each in readings for name, c in each.items() if same(c, 1.0))
@@ -100,7 +100,7 @@ def _of_known(view: View, sums: list[Sum]) -> Found:
 
 
 def _in_all(readings: list[dict[str, float]]) -> dict[str, list[float]]:
-    """The factors of each reading that all these windows have."""
+    """Return the factors, by the name of the reading, of readings that all windows have."""
     return {
         name: [each[name] for each in readings]
         for name in readings[0] if all(name in each for each in readings)
@@ -108,7 +108,7 @@ def _in_all(readings: list[dict[str, float]]) -> dict[str, list[float]]:
 
 
 def _alone(sums: list[Sum], readings: list[dict[str, float]]) -> Found:
-    """Windows of one micro-batch each, whose loss was divided all the same."""
+    """Report windows of one micro-batch each whose loss was divided all the same."""
     factors = [next(iter(each.values())) for each in readings]
     first = sums[0].parts[0]
     by = 1 / factors[0] if factors[0] else 0.0
@@ -123,7 +123,7 @@ def _alone(sums: list[Sum], readings: list[dict[str, float]]) -> Found:
 
 
 def _unlike(sums: list[Sum], factor: dict[int, float]) -> Found:
-    """Windows whose factors are not those of the usual ones."""
+    """Report windows whose factors differ from those of the usual windows."""
     usual = [one for i, one in enumerate(sums) if i not in factor]
     full = usual_size(usual)
     given = next(one.given for one in usual if one.size == full)
@@ -135,7 +135,7 @@ def _unlike(sums: list[Sum], factor: dict[int, float]) -> Found:
         cases.setdefault(larger if as_usual and one.size != full else "varying", []).append(i)
     for id, which in cases.items():
         windows, of_id = [sums[i] for i in which], [factor[i] for i in which]
-        weighted = all(one.size == full and not one.sums for one in windows)  # by the loss itself
+        weighted = all(one.size == full and not one.sums for one in windows)  # loss weights
         along = which == list(range(which[0], which[-1] + 1))
         phase = along and len(which) > 1 and (which[0] == 0 or which[-1] == len(sums) - 1)
         weighted |= phase and alike(of_id)
@@ -144,7 +144,7 @@ def _unlike(sums: list[Sum], factor: dict[int, float]) -> Found:
 
 
 def _all_off(sums: list[Sum], columns: dict[str, list[float]]) -> Found:
-    """No window is right: by one factor, by one divisor for windows of any size, or by others."""
+    """Report that all windows are wrong: by one factor, one divisor, or varying factors."""
     one_factor = [name for name, column in columns.items() if alike(column)]
     if one_factor:
         factor = columns[one_factor[0]][0]
@@ -160,7 +160,7 @@ def _all_off(sums: list[Sum], columns: dict[str, list[float]]) -> Found:
 def _said(
     id: str, factors: list[float], sums: Sequence[Sum], asks: bool = True, full: int = 0
 ) -> Said:
-    """The factor furthest from 1 is the value; `full`: the usual number of micro-batches."""
+    """Describe wrong factors; the one furthest from 1 is the value. `full`: the usual size."""
     worst = max(factors, key=lambda c: abs(math.log(abs(c) or 1e-9)))
     sizes = some(dict.fromkeys(str(one.size) for one in sums))
     given = {f"{part.of.coefficient / part.of.scale:.4g}" for s in sums for part in s.parts}
@@ -182,7 +182,7 @@ def _said(
 
 
 def weights(view: View) -> Found:
-    """Micro-batches of unequal token counts weigh the same, or the reverse."""
+    """Report micro-batches of unequal token counts and equal weights, or the reverse."""
     worst: dict[str, tuple[float, Sum]] = {}
     for one in sums_of(view):
         masses, counts = one.weights(), one.counts()
@@ -208,7 +208,7 @@ def weights(view: View) -> Found:
 
 
 def _distance(one: Sum) -> float:
-    """Of a window's gradient from the one that counts every target alike."""
+    """Return how far a window's gradient is from the one that weights all targets equally."""
     used = torch.stack([part.factor * part.of.gradient for part in one.parts])
     pairs = zip(one.counts(), one.weights(), strict=True)
     per_target = torch.tensor([n / weight for n, weight in pairs], dtype=used.dtype)
@@ -217,14 +217,14 @@ def _distance(one: Sum) -> float:
 
 
 def scaled_between(view: View) -> Found:
-    """The sum was scaled down between passes, as by a clip of the loop's own."""
+    """Report a sum that was scaled down between passes, as by a clip of the loop's own."""
     cases: list[tuple[list[float], Sum]] = []
-    for one in () if view.optimizer.wrapped else sums_of(view):  # which weights each pass
+    for one in () if view.optimizer.wrapped else sums_of(view):  # a wrapper weights passes
         own = [part.factor for part in one.parts if part.rank == view.record.rank]
         steps = [a / b for a, b in pairwise(own)]
         falls = [ratio for ratio in steps if ratio < 1 and not same(ratio, 1.0)]
         rising = all(ratio > 0 and (ratio < 1 or same(ratio, 1.0)) for ratio in steps)
-        scaled = not one.fit.equal and not alike(one.given)  # else the losses make up for it
+        scaled = not one.fit.equal and not alike(one.given)  # else the losses compensate
         if falls and rising and scaled and not calls(one.window.events, "unscale_"):
             cases.append((falls, one))
     if cases:
@@ -244,7 +244,7 @@ def scaled_between(view: View) -> Found:
 
 
 def lost(view: View) -> Found:
-    """Micro-batches whose gradients the step did not see."""
+    """Report micro-batches whose gradients the step did not see."""
     cases: list[tuple[str, int, int, str, str]] = []
     usual_sizes = {one.size for one in _whole(view)}
     for fit in fits(view):
@@ -252,7 +252,7 @@ def lost(view: View) -> Found:
         for gone, kept in _gone(fit, own):
             as_kept = [Part(part.of, part.rank, kept[0].factor) for part in (*gone, *kept)]
             counted = not Sum(fit, "", tuple(kept)).is_mean()
-            counted &= Sum(fit, "", tuple(as_kept)).is_mean()  # by the divisor
+            counted &= Sum(fit, "", tuple(as_kept)).is_mean()  # the divisor counts them
             id = "lost" if counted and len(kept) not in usual_sizes else "dropped"
             cases.append((id, len(gone), len(as_kept), gone[0].of.where, "the gradient"))
     for window in view.windows:
@@ -260,7 +260,7 @@ def lost(view: View) -> Found:
         nothing = used is not None and not used.any() and any(e.gradient.any() for e in passes)
         if passes and (nothing or not (window.step.present or window.step.skipped)):
             cases.append(("lost", len(passes), len(passes), passes[0].where, "any gradient"))
-    if cases:  # what is lost, else what is dropped: the most of a window
+    if cases:  # prefer "lost" to "dropped", then the greatest number
         id, number, n, where, what = max(cases, key=lambda case: (case[0] == "lost", case[1]))
         yield Said(
             f"accumulation.{id}", number, where,
@@ -270,8 +270,8 @@ def lost(view: View) -> Found:
 
 
 def _gone(fit: Fit, parts: Sequence[Part]) -> Iterator[tuple[list[Part], list[Part]]]:
-    """The parts that are not in the gradient though others of their line are; not those of a loss
-    that another pass has as well, nor those after which the parameters moved, as SAM does."""
+    """Yield the passes missing from the gradient and those in it, for each line that has both. A
+    pass is not missing if a later one has its loss, or if the parameters moved, as SAM does."""
     there = {id(part) for part in fit.there}
     for place in dict.fromkeys(part.of.where for part in parts):
         of_line = [part for part in parts if part.of.where == place]
@@ -283,7 +283,7 @@ def _gone(fit: Fit, parts: Sequence[Part]) -> Iterator[tuple[list[Part], list[Pa
 
 
 def counted_again(view: View) -> Found:
-    """Micro-batches that count several times: graphs kept, or gradients not cleared."""
+    """Report micro-batches that count several times: graphs kept, or gradients not cleared."""
     known = [fit for fit in fits(view) if not fit.by_hand]
     parts = [part for fit in known for part in fit.there]
     reached = Counter((n, p) for part in parts for n in nodes_of(part) for p in part.of.reached)
@@ -305,8 +305,8 @@ def counted_again(view: View) -> Found:
 
 
 def another_loss(view: View) -> Found:
-    """Gradients of another optimizer's loss, as a GAN's generator leaves them in the discriminator:
-    a question, unless that optimizer has stepped between them and others that it has no part in."""
+    """Report gradients of another optimizer's loss, such as a GAN generator's in the discriminator.
+    A question, unless that optimizer stepped between them and passes without its parameters."""
     cases = []
     for fit in fits(view):
         events, apart = fit.window.events, {} if fit.by_hand else strangers(view, fit)
@@ -330,8 +330,8 @@ def another_loss(view: View) -> Found:
 
 
 def _stepped_on(view: View, fit: Fit) -> dict[int, Pass]:
-    """The passes in a gradient, by id, on which another optimizer has stepped before those of
-    other lines came."""
+    """Return the passes in a gradient, by id, that another optimizer has used for a step before
+    passes of other lines came."""
     there, events = {id(part.of): part.of for part in fit.there}, fit.window.events
     for i, event in enumerate(events):
         if is_call(event, "step"):
@@ -345,7 +345,7 @@ def _stepped_on(view: View, fit: Fit) -> dict[int, Pass]:
 
 
 def unused(view: View) -> Found:
-    """Micro-batches at the end that no step used."""
+    """Report micro-batches at the end of the loop that no step used."""
     places = {part.of.where for one in sums_of(view) for part in one.parts}
     since: list[Pass] = []
     for event in view.rest:

@@ -26,7 +26,7 @@ Ignored: TypeAlias = str | Path | Iterable[str]
 
 
 def ids_of(ignore: Ignored) -> frozenset[str]:
-    """The ids among those given, or in a file: one per line, with remarks behind #."""
+    """Return the ids in a list, or in a file: one per line, with remarks behind #."""
     if isinstance(ignore, (str, Path)):
         ignore = Path(ignore).read_text(encoding="utf-8").splitlines()
     ids = frozenset(line.partition("#")[0].strip() for line in ignore) - {""}
@@ -36,12 +36,12 @@ def ids_of(ignore: Ignored) -> frozenset[str]:
 
 
 def names_of(id: str) -> set[str]:
-    """What stands for a finding: its id, or the first word of that."""
+    """Return the names that select a finding: its id, and the first word of its id."""
     return {id, id.partition(".")[0]}
 
 
 def verdict(audit: Audit, ignored: Iterable[str]) -> tuple[bool, str]:
-    """Whether all is right but for findings that are accepted, and the report, which names them."""
+    """Tell whether all findings are accepted, and return the report, which names these."""
     accepted = [one.id for one in audit.findings if names_of(one.id) & set(ignored)]
     words = f"{audit}\n\naccepted: {', '.join(dict.fromkeys(accepted))}" if accepted else str(audit)
     return audit.judgement.seen and len(accepted) == len(audit.findings), words
@@ -72,7 +72,7 @@ class Audit:
     ) -> None:
         observer, self._observer, self._open = self._observer, None, False
         assert observer is not None
-        with suppress(Done):  # the window that it completes may be the last one
+        with suppress(Done):  # this may complete the last window
             observer.steps.settle()
         ended = observer.watching and kind is None
         observer.close()
@@ -85,7 +85,7 @@ class Audit:
 
     @property
     def record(self) -> Record:
-        """What was seen; for tests of rules, and for `against`."""
+        """The recorded events, for tests of rules and for `against`."""
         if self._record is None:
             state = "an open one" if self._open else "one that was not entered"
             raise RuntimeError(f"audit: the block must be closed, got {state}")
@@ -93,17 +93,17 @@ class Audit:
 
     @cached_property
     def judgement(self) -> Judgement:
-        """All that follows from the record."""
+        """The findings and questions that follow from the record."""
         return judge(self.record)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What no one can mean, the worst first; empty for a right loop."""
+        """Certain mistakes, the worst first; empty for a right loop."""
         return self.judgement.findings
 
     @property
     def questions(self) -> tuple[Finding, ...]:
-        """What may be meant, each with "right if ..." as its cure."""
+        """What may be intended, each with "right if ..." as its cure."""
         return self.judgement.questions
 
     def check(self, ignore: Ignored = ()) -> None:
@@ -115,7 +115,7 @@ class Audit:
 
         Raises:
             RuntimeError: there is a finding that is not accepted, or nothing was seen.
-            ValueError: `ignore` holds what is no id.
+            ValueError: `ignore` holds something that is no id.
 
         Example:
             >>> audit.check(ignore=["accumulation.partial"])
@@ -130,11 +130,11 @@ class Audit:
         return _report.text(self.record, self.judgement)
 
     def to_json(self) -> dict[str, Any]:
-        """Findings, questions, what was judged and windows as plain lists, numbers and strings."""
+        """Return findings, questions, checks and windows as plain lists, numbers and strings."""
         return _report.as_json(self.record, self.judgement)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """The time line of the windows, and the bytes of each pass's graph, as a matplotlib figure.
+        """Return a matplotlib figure: the windows' time line, and the bytes of each pass's graph.
 
         Args:
             path: where to write it as well; its ending gives the format.
@@ -157,11 +157,11 @@ class Audit:
         context: Sequence[Tensor] = (),
         batch_dim: int | None = None,
     ) -> float:
-        """The distance of a truncated gradient from the exact one, for one batch.
+        """Return the distance of a truncated gradient from the exact one, for one batch.
 
-        Inside the block, with the arguments of `accumext.tbptt`. Gradients, buffers and generators
-        stay as they are; both gradients are made in segments of steps that are computed again, so
-        that only the states of all steps are kept.
+        Call it inside the block, with the arguments of `accumext.tbptt`. Gradients, buffers and
+        generators stay as they are. Both gradients are computed in segments of steps that are run
+        again, so that only the states of all steps are kept.
 
         Returns:
             `|truncated - exact| / |exact|`, over the parameters of model and optimizer.
@@ -184,17 +184,17 @@ def audit(
     Nothing that the loop computes changes. While the block is open, backward passes, steps,
     `zero_grad`, `clip_grad_norm_`, GradScaler, schedulers and averages of the model are observed:
     passes' gradients as eight numbers per parameter, the factors of the losses, the tensors that
-    graphs keep. After so many windows the loop runs free. A pass that DistributedDataParallel
-    reduces is compared with those of the other processes, which communicate once when the block
-    closes: open it on all.
+    graphs keep. After `windows` windows the loop runs unobserved. A pass that
+    DistributedDataParallel reduces is compared with those of the other processes, which communicate
+    once when the block closes: open the block on all of them.
 
     Args:
         model: names the parameters, and says which of them no optimizer has. None: the modules that
             have the parameters which passes reach.
         optimizer: of torch or accumext, bare or as Accelerate or Lightning wrap it. None: every
             optimizer of torch that steps inside the block.
-        windows: steps of the optimizer that are observed; of several, until each has as many, or
-            one four times as many.
+        windows: steps of the optimizer to observe; with several optimizers, until each has as many,
+        or one has four times as many.
         against: an audit of the same loop, closed; gradients that differ are a finding.
 
     Returns:

@@ -1,7 +1,7 @@
 """What an audit records of a loop: one frozen event for each thing that happened.
 
-Each has its line, such as "train.py:31", and its time in seconds. Numbers are plain Python, read
-from the device when the audit closes.
+Each event has its line, such as "train.py:31", and its time in seconds. Numbers are plain Python,
+read from the device when the audit closes.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ Sketch: TypeAlias = Tensor  # float64 [parameters, SIZE] on the host, linear in 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss in the graph of a backward pass, as near to its root as autograd names it."""
+    """A loss in the graph of a backward pass: the node nearest to the root that autograd names."""
 
     node: int  # its number in the graph, the same in every pass that goes through it
     known: bool  # one of torch's losses
     reduction: str | None  # "mean", "sum", or not known
-    count: float | None  # of the targets that it counts
-    coefficient: float  # derivative of the pass's root by it
-    over: float | None = None  # its elements, or its rows, if a sum is divided by just these
+    count: float | None  # number of targets that it averages or sums over
+    coefficient: float  # derivative of the pass's root with respect to it
+    over: float | None = None  # number of its elements or rows, if a sum is divided by it
 
 
 @dataclass(frozen=True)
 class Graph:
-    """What autograd keeps for a backward pass, when that begins."""
+    """What autograd keeps for a backward pass at its beginning."""
 
     bytes: int  # of saved tensors, without parameters
     calls: int  # uses of the parameter that is used most often
     bytes_per_call: float
     class_bytes: int  # of tensors with an element for every class
-    losses: int = 1  # that are torch's own, or means
-    separate: bool = False  # these have graphs of their own
-    held: int = 0  # passes before whose tensors are still there
+    losses: int = 1  # number of losses that are torch's own, or means
+    separate: bool = False  # whether these losses share no node
+    held: int = 0  # number of earlier passes whose tensors are still alive
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Constant:
     """A number that a loss was multiplied with on its way to the root of a pass."""
 
     value: float
-    divided: bool  # by its inverse
+    divided: bool  # whether the loop divided by 1 / value
 
 
 @dataclass(frozen=True)
@@ -56,19 +56,19 @@ class Pass:
     where: str
     time: float
     start: float
-    gradient: Sketch  # this pass's own
-    order: tuple[int, ...]  # parameters, as their gradients came
+    gradient: Sketch  # of this pass alone
+    order: tuple[int, ...]  # numbers of parameters, as their gradients came
     losses: tuple[Loss, ...]
     constants: tuple[Constant, ...]  # from the root to the losses, without the loss scale
-    coefficient: float  # derivative of its root by its loss, by all of these and the loss scale
-    scalar: bool  # its root is one number, which flowed back as it was
+    coefficient: float  # d root / d loss: the product of `constants` and `scale`
+    scalar: bool  # its root is one number, and no `gradient` was passed
     scale: float  # of the GradScaler that scaled it, else 1
     value: float  # of the loss, unscaled
     graph: Graph
     sent: int  # bytes that DistributedDataParallel reduced in it
     without_sync: bool  # `no_sync` was on when it began
     weights: tuple[float, ...]  # a sample of the parameters, when it began
-    eval_norms: tuple[str, ...]  # batch norms in eval that it reached
+    eval_norms: tuple[str, ...]  # batch norms in eval mode that it reached
 
     @property
     def reached(self) -> frozenset[int]:
@@ -77,14 +77,14 @@ class Pass:
 
 @dataclass(frozen=True)
 class Call:
-    """`zero_grad`, `unscale_`, `update` of a GradScaler; "schedule": a schedule's `step`;
-    "average": an average of the parameters was written; "step": of an optimizer beside."""
+    """A call of `zero_grad`, or of a GradScaler's `unscale_` or `update`; "schedule": a scheduler's
+    `step`; "average": an average of the parameters was written; "step": of another optimizer."""
 
     where: str
     time: float
     name: str
-    parameters: frozenset[int] = frozenset()  # that it is about
-    optimizer: int | None = None  # of a schedule, where it is followed
+    parameters: frozenset[int] = frozenset()  # those that it concerns
+    optimizer: int | None = None  # number of a scheduler's optimizer, if followed
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Clipped:
     norm: float
     max_norm: float
     parameters: frozenset[int]
-    others: int  # parameters that are neither the optimizer's nor of another that steps
+    others: int  # clipped parameters that belong to no optimizer that steps
     filled: bool = False  # whether any of them had a gradient
 
     @property
@@ -106,12 +106,12 @@ class Clipped:
 
 @dataclass(frozen=True)
 class HalfSum:
-    """The sum of a window's gradients in half precision, beside that in float32, S."""
+    """A window's sum of gradients in half precision, compared with S, their sum in float32."""
 
-    factor: float  # of S in the sum, which is factor * (S + rest), with the rest at right angles
-    rest: float  # square of the rest, relative to that of S
-    square: float  # of S
-    once: float  # square of what rounding S once changes
+    factor: float  # the half-precision sum is factor * (S + R), with R orthogonal to S
+    rest: float  # |R|^2 / |S|^2
+    square: float  # |S|^2
+    once: float  # squared error of rounding S once
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Stepped:
     used: Sketch | None  # the gradient, after all factors; None if the step was skipped
     left: Sketch | None  # what was in `.grad`
     present: frozenset[int]  # parameters that had a gradient
-    factor: float  # the wrapper's clip
+    factor: float  # the wrapper's clip coefficient
     through_scaler: bool
     closure_calls: int
     half_sums: tuple[HalfSum, ...]
@@ -154,8 +154,8 @@ class Optimized:
     """An optimizer whose steps were observed."""
 
     name: str  # of its class
-    parameters: frozenset[int]  # that have required a gradient
-    frozen: int = 0  # parameters that never have
+    parameters: frozenset[int]  # those that have required a gradient
+    frozen: int = 0  # number of parameters that never required a gradient
     wrapped: bool = False  # in an AccumulatingOptimizer, which weights and unscales by itself
     sums: bool = False  # the wrapper's reduction is "sum"
     decayed: tuple[int, ...] = ()  # vectors that decay by the rate of matrices
@@ -167,27 +167,27 @@ class Optimized:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """All of an audit."""
+    """All that an audit has recorded."""
 
     events: tuple[Event, ...]
     names: tuple[str, ...]  # of the parameters
     bytes: int  # of the parameters
     optimizers: tuple[Optimized, ...]
-    trained: frozenset[int]  # parameters that an optimizer which stepped has
+    trained: frozenset[int]  # parameters of the optimizers that stepped
     half: frozenset[int]  # parameters of half precision
     waiting: tuple[str, ...] = ()  # optimizers that have not stepped before the last window closed
     strays: tuple[str, ...] = ()  # parameters that are in no module, and in no optimizer
     passes: int = 0  # backward passes of all kinds
     steps: tuple[tuple[str, int], ...] = ()  # optimizers that stepped, and how often
-    ended: bool = True  # the loop, before all windows were seen
+    ended: bool = True  # whether the loop ended before all windows were seen
     asked: str = ""  # the optimizer that the audit was told to follow
     rank: int = 0
-    ranks: tuple[Record, ...] = ()  # those of all processes, where they reduce gradients
+    ranks: tuple[Record, ...] = ()  # records of all processes, if they reduce gradients
     before: Record | None = None  # of the same loop, run earlier
 
     @property
     def windows(self) -> int:
-        """How many were closed."""
+        """The number of windows that were closed."""
         return sum(isinstance(event, Stepped) for event in self.events)
 
 
@@ -214,7 +214,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Window:
-    """The events up to a step, and what came before."""
+    """The events up to a step, and the step before."""
 
     index: int
     events: tuple[Event, ...]
@@ -228,7 +228,7 @@ class Window:
 
 @dataclass(frozen=True, eq=False)
 class View:
-    """A record as one of its optimizers sees it: its windows, and what came after the last."""
+    """A record as one of its optimizers sees it: its windows, and the events after the last."""
 
     record: Record
     optimizer: Optimized
@@ -246,13 +246,13 @@ class View:
 
 
 def views_of(record: Record) -> list[View]:
-    """Those of the optimizers that have stepped."""
+    """Return the views of the optimizers that have stepped."""
     views = [view_of(record, number) for number in range(len(record.optimizers))]
     return [view for view in views if view.windows]
 
 
 def view_of(record: Record, number: int) -> View:
-    """Without what is about parameters of other optimizers; their steps are calls."""
+    """Return the events that concern one optimizer; steps of the others become calls."""
     own = record.optimizers[number]
     windows: list[Window] = []
     since: list[Event] = []
@@ -290,7 +290,7 @@ T = TypeVar("T", bound=Event)
 
 
 def only(events: Iterable[Event], kind: type[T]) -> list[T]:
-    """The events of a kind."""
+    """Return the events of one kind."""
     return [event for event in events if isinstance(event, kind)]
 
 

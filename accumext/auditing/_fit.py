@@ -1,4 +1,4 @@
-"""With which factor each pass of a window is in the gradient that its step used."""
+"""The factor with which each pass of a window is in the gradient that its step used."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from accumext.auditing._events import Clipped, Pass, Sketch, View, Window, is_call, only
 
-_NOTHING = 1e-4  # relative size of a factor that is none
-_EXPLAINED = 1e-3  # of the gradient may be rounding
-_EXPLAINED_HALF = 0.1  # where gradients, or their sums, are of half precision
+_NOTHING = 1e-4  # relative size below which a factor counts as zero
+_EXPLAINED = 1e-3  # part of the gradient that may be rounding
+_EXPLAINED_HALF = 0.1  # the same if gradients, or their sums, are of half precision
 _WELL_POSED = 1e-5  # smallest singular value of the sketches, relative to the greatest
 
 
@@ -23,11 +23,11 @@ class Part:
 
     of: Pass
     rank: int
-    factor: float  # of the pass's gradient in the one that the step used, without clips
+    factor: float  # of the pass's gradient in the step's gradient, without clips
 
     @property
     def after(self) -> float:
-        """What its loss was multiplied with after the pass, beside the inverse of the scale."""
+        """The factor that the loss got after the pass, apart from the inverse of the loss scale."""
         return self.factor * self.of.scale
 
 
@@ -37,20 +37,20 @@ class Fit:
 
     window: Window
     parts: tuple[Part, ...]
-    equal: bool  # all passes have one factor, or none
-    earlier: float  # factor of what the step before left in `.grad`, relative to this window's
+    equal: bool  # all passes that are in it have one factor
+    earlier: float  # factor of what the last step left in `.grad`, over this window's
     by_hand: bool  # cleared passes are in it: the loop has kept their gradients
 
     @property
     def there(self) -> list[Part]:
-        """The passes that are in it: the factor of another is rounding."""
+        """The passes that are in the gradient; smaller factors are rounding errors."""
         top = max(abs(part.factor) for part in self.parts)
         return [part for part in self.parts if abs(part.factor) >= _NOTHING * top]
 
 
 @lru_cache(maxsize=8)
 def fits(view: View) -> tuple[Fit, ...]:
-    """Those of the windows that are a sum of their passes."""
+    """Return the fits of the windows whose gradient is a sum of their passes."""
     return tuple(filter(None, (_fit(view, window) for window in view.windows)))
 
 
@@ -58,7 +58,7 @@ def _fit(view: View, window: Window) -> Fit | None:
     step, wrapped = window.step, view.optimizer.wrapped
     since_clip = dropwhile(lambda e: not (isinstance(e, Clipped) and e.factor < 1), window.events)
     if step.used is None or step.closure_calls > 1 or (wrapped and only(since_clip, Pass)):
-        return None  # a wrapper has its sum elsewhere: it is not known what was clipped
+        return None  # the wrapper keeps its sum outside `.grad`: what was clipped is unknown
     used = step.used / step.factor if step.factor else step.used
     own = torch.zeros(len(used), 1, dtype=torch.bool, device=used.device)
     own[list(view.optimizer.parameters)] = True
@@ -73,7 +73,7 @@ def _fit(view: View, window: Window) -> Fit | None:
     if not passes or not all(map(finite, (used, *columns))):
         return None
     tolerance = _EXPLAINED_HALF if view.record.half else _EXPLAINED
-    numbers = int(torch.stack([used, *columns]).any(0).sum())  # that factors have to explain
+    numbers = int(torch.stack([used, *columns]).any(0).sum())  # equations for the factors
     every = list(range(len(passes)))
     kept = [i for i, (*_, cleared) in enumerate(passes) if not cleared]
     sets = [kept, every] if 0 < len(kept) < len(every) else [every]
@@ -82,7 +82,7 @@ def _fit(view: View, window: Window) -> Fit | None:
     if left is not None and finite(left):
         columns.append(torch.where(own, _afterwards(window, len(used))[1] * left, 0.0))
         with_left = [[every, [len(passes)]]]
-    # One factor for all; also one for what the step before left; or one for each.
+    # Try one factor for all; then another one for what the last step left; then one for each pass.
     for groups in (*([some] for some in sets), *with_left, *([[i] for i in some] for some in sets)):
         sums = [torch.stack([columns[i] for i in group]).sum(0) for group in groups]
         found = _solve(sums, used, tolerance) if 2 * len(groups) <= numbers else None
@@ -98,15 +98,15 @@ def _fit(view: View, window: Window) -> Fit | None:
             tuple(Part(one, rank, factors.get(i, 0.0)) for i, (one, rank, *_) in enumerate(passes)),
             equal=before is not None or len(groups) == 1,
             earlier=0.0 if before is None else before / factors[0],
-            by_hand=not wrapped  # which sums elsewhere
+            by_hand=not wrapped  # which sums outside `.grad`
             and any(abs(f) > tolerance * top for i, f in factors.items() if i not in kept),
         )
     return None
 
 
 def _afterwards(window: Window, parameters: int) -> tuple[list[tuple[Pass, Tensor, bool]], Tensor]:
-    """The passes, with what clips multiplied each with, and whether a `zero_grad` cleared it; and
-    what clips multiplied what was there before them."""
+    """Return the passes, each with the product of the clips after it and whether a `zero_grad`
+    cleared it; and the product of all clips, for what was in `.grad` before the window."""
     factors = torch.ones(parameters, 1, dtype=torch.float64, device="cpu")
     passes, cleared = [], False
     for event in reversed(window.events):
@@ -119,11 +119,11 @@ def _afterwards(window: Window, parameters: int) -> tuple[list[tuple[Pass, Tenso
 
 
 def _solve(columns: list[Sketch], used: Sketch, tolerance: float) -> Tensor | None:
-    """Factors with which columns sum up to a gradient; None where they do not, or several do."""
+    """Return factors with which columns add up to a gradient; None without a unique solution."""
     matrix = torch.stack([column.flatten() for column in columns], dim=1)
     norms = matrix.norm(dim=0)
     target = used.flatten()
-    small = bool((norms <= tolerance * norms.max()).any())  # whose factors rounding would decide
+    small = bool((norms <= tolerance * norms.max()).any())  # rounding would decide their factors
     if small or not bool(target.norm() > 0):
         return None
     matrix = matrix / norms

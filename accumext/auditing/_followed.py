@@ -1,4 +1,4 @@
-"""The optimizers that an audit follows, and what is around them."""
+"""The optimizers that an audit follows, and the wrappers around them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accumext.auditing._sketch import Sketches
 
 
 def shells(wrapper: Any) -> Iterator[Any]:
-    """A wrapper, such as those of accumext, Accelerate and Lightning, and what it is around."""
+    """Yield a wrapper, such as accumext's, Accelerate's or Lightning's, and what it wraps."""
     yield wrapper
     while hasattr(getattr(wrapper, "optimizer", None), "param_groups"):
         wrapper = wrapper.optimizer
@@ -22,25 +22,25 @@ def shells(wrapper: Any) -> Iterator[Any]:
 
 
 def unwrapped(wrapper: Any) -> Any:
-    """The optimizer inside of wrappers."""
+    """Return the optimizer inside of wrappers."""
     *_, inner = shells(wrapper)
     return inner
 
 
 def ours_in(wrapper: Any) -> AccumulatingOptimizer | None:
-    """The AccumulatingOptimizer among wrappers."""
+    """Return the AccumulatingOptimizer among wrappers; None if there is none."""
     ours = (shell for shell in shells(wrapper) if isinstance(shell, AccumulatingOptimizer))
     return next(ours, None)
 
 
 def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Those that it steps on; none of an optimizer that is not complete."""
+    """Return the parameters that an optimizer steps on; none if it is not fully constructed."""
     groups = getattr(optimizer, "param_groups", [])
     return [tensor for group in groups for tensor in group["params"]]
 
 
 class Used:
-    """The gradients that a step finds, and what a fused optimizer does to them."""
+    """The gradients that a step begins with, and how a fused optimizer scales or skips them."""
 
     def __init__(self, left: Sketches, stepping: Any) -> None:
         self.left = left
@@ -48,7 +48,7 @@ class Used:
         self._scale, self._skip = (v.clone() if isinstance(v, Tensor) else v for v in values)
 
     def gradient(self, size: int) -> Sketch | None:
-        """With rows for so many parameters; None if the step was skipped."""
+        """Return the gradient in `size` rows, one per parameter; None if the step was skipped."""
         skipped = self._skip is not None and float(self._skip) > 0
         scale = 1.0 if self._scale is None else float(self._scale)
         return None if skipped else self.left.on_host(size) / scale
@@ -62,12 +62,12 @@ class Followed:
         self.wrapper: AccumulatingOptimizer | None = None
         self.windows, self.closures = 0, 0
         self.filled = False  # whether a pass has left gradients since they were cleared
-        self.used: Used | None = None  # by the last step, until its window is complete
-        self._reports: dict[int, Any] = {}  # of the wrapper, by window
-        self._last: Any = None  # of these, or of a window before the audit
+        self.used: Used | None = None  # by the last step, if its window is not complete
+        self._reports: dict[int, Any] = {}  # the wrapper's reports, by window
+        self._last: Any = None  # the last report, also if it came before the audit
 
     def wrap(self, wrapper: AccumulatingOptimizer | None) -> None:
-        """The wrapper is known, too."""
+        """Note the wrapper around the optimizer, unless one is known."""
         if wrapper is not None and self.wrapper is None:
             self.wrapper, self._last = wrapper, wrapper.last
 
@@ -75,14 +75,14 @@ class Followed:
         return parameters_of(self.optimizer)
 
     def take_report(self) -> bool:
-        """Whether the wrapper has completed the window, and says how it was clipped."""
+        """Tell whether the wrapper has completed the window; keep its report, with the clip."""
         if self.wrapper is None or self.wrapper.last in (None, self._last):
             return False
         self._last = self._reports[self.windows] = self.wrapper.last
         return True
 
     def clip_of(self, window: int) -> float:
-        """What the wrapper has multiplied the sum of a window with."""
+        """Return the clip coefficient with which the wrapper multiplied the sum of a window."""
         return float(self._reports[window].clip_coef) if window in self._reports else 1.0
 
     def facts(self, known: Parameters) -> Optimized:

@@ -24,34 +24,34 @@ from accumext.auditing._torch_private import (
     write_count,
 )
 
-# Nodes that scale a loss, and those that also join losses: behind them are the losses themselves.
+# Nodes that scale a loss, and nodes that join several: the losses are among their inputs.
 _SCALES = ("Mul", "Div", "Neg", "ToCopy", "Clone", "View", "Reshape", "Squeeze", "Unsqueeze",
            "Expand", "Alias", "Select", "NanToNum", "_DDPSink")  # fmt: skip
 _JOINS = (*_SCALES, "Add", "Sub", "Stack", "Cat")
-_LISTS = ("Stack", "Cat")  # of losses, where a mean or a sum follows
+_LISTS = ("Stack", "Cat")  # lists of losses, if a mean or a sum of them follows
 _CASTS = ("ToCopy", "T", "Transpose", "Permute", "View")
-SCALED = "accumext.audit.scaled"  # of the node of a scaled loss: its scale, and the loss itself
+SCALED = "accumext.audit.scaled"  # metadata of a scaled loss's node: the scale, the unscaled loss
 _NUMBERS = count()
 _NLL = ("NllLoss", "NllLoss2D")
 _REDUCTIONS = {1: "mean", 2: "sum"}  # as torch's losses save them
 
 
 class Losses:
-    """The losses at the root of a graph; the pass that follows tells their coefficients."""
+    """The losses at the root of a graph; hooks read their coefficients in the backward pass."""
 
     def __init__(self, root: Any) -> None:
-        chain = [root]  # of nodes that scale the loss, down to the loss or what joins several
+        chain = [root]  # nodes that scale the loss, down to it or to a node that joins several
         while len(inner := _inner(chain[-1])) == 1 and _scales(chain[-1]):
             chain.append(inner[0])
         passed = list(_nodes(root, _leads_to_losses))
         found = [node for node in passed if not _leads_to_losses(node) and leaf_of(node) is None]
         kinds = {node: _kind(node) for node in found}
         self._kinds = {node_number(node): kind for node, kind in kinds.items()}
-        # Of what a loss of one's own sums up.
+        # Shape of the tensor that a loss of the user's own sums up.
         sums = [node for node, (known, kind, _) in kinds.items() if not known and kind == "sum"]
         self._summed = next((saved_by(node, "self_sym_sizes") for node in sums), None) or ()
         logits = [_saved(node, "self") for node in found if _is(node, _NLL)]
-        # Of the cross-entropy with most classes; 0 without one.
+        # The greatest number of classes of a cross-entropy; 0 without one.
         self.classes = max((t.shape[1] for t in logits if t is not None and t.dim() > 1), default=0)
         mains = [node for node, (known, _, _) in kinds.items() if known]
         mains = mains or [node for node, (_, reduction, _) in kinds.items() if reduction == "mean"]
@@ -69,8 +69,8 @@ class Losses:
             self._seen[number] = grads[0].detach().clone()
 
     def end(self) -> Callable[[], tuple[tuple[Loss, ...], float, tuple[Constant, ...]]]:
-        """After the pass: what returns the losses, the coefficient of all of them together, and the
-        constants of which that is the product."""
+        """Remove the hooks after the pass. Return a function that reads the losses, the coefficient
+        of all of them together, and the constants whose product it is."""
         for handle in self._handles:
             handle.remove()
         chain, seen, kinds, summed = self._chain, self._seen, self._kinds, self._summed
@@ -98,12 +98,12 @@ class Losses:
 
 
 def same_number(a: float, b: float) -> bool:
-    """Whether two numbers are equal but for their rounding in float32."""
+    """Tell whether two numbers are equal up to rounding in float32."""
     return math.isclose(a, b, rel_tol=1e-6)
 
 
 def own_means(events: Sequence[Event]) -> Iterator[Event]:
-    """The same; sums at a line as means, if each is divided by its elements or by its rows."""
+    """Yield the events, with a line's sums as means if each is divided by its elements or rows."""
     every, sums = only(events, Pass), Counter[str]()
     for one in every:
         sums[one.where] += len(one.losses) == 1 and one.losses[0].over is not None
@@ -124,7 +124,7 @@ def _inner(node: Any) -> list[Any]:
 
 
 def _nodes(root: Any, goes_on: Callable[[Any], bool] = lambda node: True) -> Iterator[Any]:
-    """Those of a graph, each once; not what is behind a node alone where it does not go on."""
+    """Yield the nodes of a graph, each once; inputs of a node only if `goes_on` is true for it."""
     waiting, seen = [root], {root}
     while waiting:
         node = waiting.pop()
@@ -136,12 +136,12 @@ def _nodes(root: Any, goes_on: Callable[[Any], bool] = lambda node: True) -> Ite
 
 
 def leaves(root: Any) -> list[Tensor]:
-    """The leaves that a graph uses."""
+    """Return the leaves that a graph uses."""
     return [leaf for node in _nodes(root) if (leaf := leaf_of(node)) is not None]
 
 
 def _are_separate(losses: list[Any]) -> bool:
-    """Whether no node but leaves is behind two of them."""
+    """Tell whether the graphs of these losses share no nodes but leaves."""
     seen: set[Any] = set()
     for loss in sorted(losses, key=order_of):
         own = set()
@@ -155,7 +155,7 @@ def _are_separate(losses: list[Any]) -> bool:
 
 
 def _scales(node: Any) -> bool:
-    """Whether a node scales one number, such as the mean or the sum of a loss that is one."""
+    """Tell whether a node scales one number; the mean or sum of one number does, too."""
     one = saved_by(node, "self_sym_numel") == 1 or saved_by(node, "self_sym_sizes") in ((), (1,))
     return _is(node, _SCALES) or (_is(node, ("Mean", "Sum")) and one)
 
@@ -165,25 +165,25 @@ def _is(node: Any, names: tuple[str, ...]) -> bool:
 
 
 def node_number(node: Any) -> int:
-    """The number of a node, the same for as long as it lives; torch's own are those of a thread."""
+    """Return a number that a node keeps while it lives; torch's numbers are unique per thread."""
     number: int = node.metadata.setdefault("accumext.audit", next(_NUMBERS))
     return number
 
 
 def _leads_to_losses(node: Any) -> bool:
-    """Whether losses are behind a node, which scales one or joins several; else it is one."""
+    """Tell whether a node scales a loss or joins several; otherwise it is a loss itself."""
     inner = _inner(node)
     of_list = _is(node, ("Mean", "Sum")) and any(_is(n, _LISTS) for n in inner)
     return bool(inner) and (of_list or _scales(node) or _is(node, _JOINS))
 
 
 def _kind(node: Any) -> tuple[bool, str | None, Tensor | float | None]:
-    """Whether a node is one of torch's losses, its reduction, and how many targets it counts."""
+    """Tell whether a node is one of torch's losses, its reduction, and its number of targets."""
     reduction = saved_by(node, "reduction")
     if reduction is not None:
         if _is(node, _NLL):
             return True, _REDUCTIONS.get(reduction), _saved(node, "total_weight")
-        read = _saved(node, "self")  # a loss of numbers counts them all
+        read = _saved(node, "self")  # without classes every element is a target
         numbers = float(read.numel()) if read is not None and reduction in _REDUCTIONS else None
         return True, _REDUCTIONS.get(reduction), numbers
     if node.name() in ("MeanBackward0", "SumBackward0"):
@@ -193,9 +193,9 @@ def _kind(node: Any) -> tuple[bool, str | None, Tensor | float | None]:
 
 
 def _saved(node: Any, name: str) -> Any:
-    """What a node has saved; None where a checkpoint would compute it again."""
+    """Return what a node has saved; None if a checkpoint would have to compute it again."""
     packed = packed_by(node, name)
-    if isinstance(packed, Tensor):  # the audit was not yet open
+    if isinstance(packed, Tensor):  # saved before the audit opened
         return saved_by(node, name)
     return packed.tensor if isinstance(packed, Held) else None
 
@@ -217,7 +217,7 @@ class Held:
         self.tracker.count(self, -1)
 
     def unpack(self) -> Tensor:
-        """The tensor, unless it was written: autograd leaves this check to those with hooks."""
+        """Return the tensor; raise if it was written: autograd leaves this check to the hooks."""
         version = write_count(self.tensor)
         if version != self.version:
             raise RuntimeError(
@@ -233,32 +233,32 @@ class _Memory:
     """A storage that graphs hold."""
 
     bytes: int
-    width: int  # of its last dimension
+    width: int  # size of the tensor's last dimension
     born: int  # the number of passes before it
     users: int = 0
 
 
 class SavedTensors:
-    """Bytes that the living graphs hold, each storage once, without parameters."""
+    """The bytes that living graphs hold, each storage once, without parameters."""
 
     def __init__(self) -> None:
         self.watching = True
-        self._parameters: dict[int, int] = {}  # by the address of a storage
-        self._leaves: dict[int, int] = {}  # by id
+        self._parameters: dict[int, int] = {}  # numbers by the address of a storage
+        self._leaves: dict[int, int] = {}  # numbers by id
         self._held: dict[int, _Memory] = {}  # by the address of a storage
         self._bytes, self._passes = 0, 0
-        self._uses = Counter[int]()  # of parameters
-        self._at: dict[int, tuple[int, int]] = {}  # bytes at the first and the last of these
+        self._uses = Counter[int]()  # of each parameter
+        self._at: dict[int, tuple[int, int]] = {}  # bytes held at the first and the last use
 
     def know(self, parameters: list[Tensor]) -> None:
-        """Which storages are parameters'."""
+        """Note which storages belong to parameters."""
         storages = [local_part(t).untyped_storage() for t in parameters]
         self._parameters = {storage.data_ptr(): n for n, storage in enumerate(storages)}
         self._leaves = {id(t): n for n, t in enumerate(parameters)}
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count what is saved inside."""
+        """Count the tensors that graphs save inside the block."""
         with torch.autograd.graph.saved_tensors_hooks(self._pack, Held.unpack):
             yield
 
@@ -266,7 +266,7 @@ class SavedTensors:
         try:
             storage = local_part(tensor).untyped_storage()
             key, size = storage.data_ptr(), storage.nbytes()
-        except RuntimeError:  # no memory of its own
+        except RuntimeError:  # the tensor has no storage
             key, size = 0, 0
         own = self._parameters.get(key) if self.watching else None
         counted = self.watching and own is None
@@ -274,7 +274,7 @@ class SavedTensors:
         return Held(tensor, key if counted else 0, size, parameter, self)
 
     def _leaf(self, tensor: Tensor) -> int | None:
-        """The parameter that a tensor is a cast of, as under autocast, or a view of that."""
+        """Return the parameter of which a tensor is a cast, as under autocast, or a view of one."""
         node: Any = tensor.grad_fn
         for _ in range(3):
             if node is None or (leaf := leaf_of(node)) is not None:
@@ -283,12 +283,12 @@ class SavedTensors:
         return None if node is None else self._leaves.get(id(leaf))
 
     def count(self, held: Held, by: int) -> None:
-        """One user more or less of a storage, and of a parameter."""
+        """Add (`by` = 1) or remove (-1) one user of a storage and of a parameter."""
         if held.key:
             width = held.tensor.shape[-1] if held.tensor.dim() else 0
             memory = self._held.setdefault(held.key, _Memory(held.size, width, self._passes))
             memory.users += by
-            if memory.users == max(by, 0):  # the first came, or the last went
+            if memory.users == max(by, 0):  # the first user, or the last one
                 self._bytes += by * memory.bytes
             if not memory.users:
                 del self._held[held.key]
@@ -298,7 +298,7 @@ class SavedTensors:
             self._at[held.parameter] = first, self._bytes
 
     def graph(self, losses: Losses) -> Graph:
-        """What is saved now, when a pass begins."""
+        """Describe what graphs hold at the beginning of a pass."""
         parameter = max(self._uses, key=self._uses.__getitem__, default=None)
         calls, (first, last) = 0, (0, 0)
         if parameter is not None:

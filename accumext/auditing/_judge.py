@@ -14,18 +14,18 @@ from accumext.auditing._words import KINDS, Said, several
 
 @dataclass(frozen=True)
 class Judgement:
-    """All that an audit says."""
+    """The result of an audit."""
 
-    seen: bool  # a pass, and a step of what was to be followed
+    seen: bool  # whether there was a pass, and a step of a followed optimizer
     findings: tuple[Finding, ...]
     questions: tuple[Finding, ...]
-    checked: tuple[str, ...]  # what rules had something to look at
-    unjudged: tuple[str, ...]  # and what they could not tell
+    checked: tuple[str, ...]  # what the rules have looked at
+    unjudged: tuple[str, ...]  # what the rules could not judge, and why
 
 
 def judge(record: Record) -> Judgement:
-    """Both in the order of `KINDS`, the worst first; of what is said of several optimizers at one
-    line, the one with the largest value."""
+    """Apply all rules: findings and questions in the order of `KINDS`, the worst first. If one is
+    said of several optimizers at one line, the one with the largest value is kept."""
     views = views_of(record)
     said = [one for view in views for rule in _accumulation.RULES for one in rule(view)]
     said += [one for view in views for rule in _rules.OF_A_VIEW for one in rule(view)]
@@ -63,7 +63,7 @@ def _checked(record: Record, views: list[View]) -> Iterator[str]:
 
 
 def _unjudged(view: View) -> Iterator[str]:
-    """What was seen, and could not be told."""
+    """Yield what was seen but could not be judged, and why."""
     if not any(one.reached & view.optimizer.parameters for one in view.passes):
         yield (
             f"{view.optimizer.name} steps on tensors that no backward pass reaches, as ZeRO's "

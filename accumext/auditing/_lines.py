@@ -1,4 +1,4 @@
-"""Where a loop is: the user's line that runs."""
+"""The position of a loop: the line of the user's code that runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _INSTALLED = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<fro
 
 
 def is_own(path: str) -> bool:
-    """Whether a file is the user's, and not of the standard library or installed."""
+    """Tell whether a file is the user's: neither installed nor of the standard library."""
     return not path.startswith(_INSTALLED) and "site-packages" not in path
 
 
 def line() -> str:
-    """The line of the loop that is running: the user's own if it is in a library's loop."""
+    """Return the running line of the loop; if a library has the loop, the user's line above it."""
     outside = [call for call in calls() if not call.f_code.co_filename.startswith(_OURS)]
     own = [call for call in outside if is_own(call.f_code.co_filename)]
     for call in (own or outside)[:1]:
@@ -32,5 +32,5 @@ def line() -> str:
 
 
 def calls() -> list[FrameType]:
-    """All calls that have not returned, the innermost first: that of who asks."""
+    """Return the frames of all running calls, the innermost first: that of the caller."""
     return [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]

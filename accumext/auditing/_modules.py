@@ -1,4 +1,4 @@
-"""The modules of a loop, as far as they need not be named: found among all that are alive."""
+"""The modules of a loop, found among all living objects, so that nobody has to name them."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch.optim import Optimizer
 from accumext.auditing._passes import stands_for
 from accumext.auditing._sketch import sample
 
-_ALONG = 0.99  # cosine of an average's way and of that to the model
+_ALONG = 0.99  # least cosine between an average's move and the direction of the model
 
 
 def parameters_in(module: nn.Module) -> list[Tensor]:
-    """Those of a module; none of one that is not complete, or not as others are."""
+    """Return the parameters of a module; none if it is unusual or not fully constructed."""
     try:
         return list(nn.Module.parameters(module))
-    except Exception:  # any object that is alive may be asked
+    except Exception:  # objects in any state come here
         return []
 
 
 def modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
-    """The modules that have some parameters: each the one with most of those that are left, and in
-    no other."""
+    """Return the modules that have these parameters: time and again the one with most of those
+    that no module has yet, and of several such the outermost."""
     left = {id(stands_for(tensor)) for tensor in parameters}
     alive = [module for module in gc.get_objects() if issubclass(type(module), nn.Module)]
     have = [(module, {id(p) for p in parameters_in(module)}) for module in alive]
@@ -45,12 +45,12 @@ def modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:
 
 
 def optimizers() -> list[Optimizer]:
-    """All that are alive."""
+    """Return all optimizers that are alive."""
     return [one for one in gc.get_objects() if issubclass(type(one), Optimizer)]
 
 
 def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """By name; those that count in training."""
+    """Return the batch norms that track running statistics, by name."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -59,20 +59,20 @@ def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class Averages:
-    """Copies of what is trained, such as a teacher or a moving average."""
+    """Copies of the trained model, such as a teacher or a moving average."""
 
     def __init__(self) -> None:
         self._model: list[Tensor] = []
-        self._copies: list[tuple[list[Tensor], Tensor]] = []  # and samples, of the last look
+        self._copies: list[tuple[list[Tensor], Tensor]] = []  # with samples of the last look
         self._found = (0, 0)  # the id of the model, and the references to its class
 
     def find(self, models: Iterable[nn.Module], trained: Iterable[Tensor]) -> None:
-        """Look for the smallest module with all that is trained, and for others like it."""
+        """Find the smallest module with most of the trained parameters, and others like it."""
         own, known = set(map(id, trained)), {id(copy[0]): old for copy, old in self._copies}
         inside = [(m, ids) for model in models for m in model.modules() if (ids := _ids(m)) & own]
         if inside:
             model, _ = max(inside[::-1], key=lambda case: (len(case[1] & own), -len(case[1])))
-            # Each instance refers to its class: a look at all objects takes as long as a pass.
+            # A new instance adds a reference to its class: less work than to look at all objects.
             found = id(model), sys.getrefcount(type(model))
             if found == self._found:
                 return
@@ -82,12 +82,12 @@ class Averages:
             for copy in map(parameters_in, others):
                 if not _ids(copy) & own and _shapes(copy) == shapes:
                     now = sample(copy)
-                    last = known.get(id(copy[0]), now)  # of another part of the model before
+                    last = known.get(id(copy[0]), now)  # may be of another part of the model
                     self._copies.append((copy, last if last.shape == now.shape else now))
 
     def look(self) -> Callable[[frozenset[int]], bool] | None:
-        """What tells whether a copy has moved towards the model since the last look; not of one
-        that an optimizer has, by the ids of what optimizers have. None without copies."""
+        """Return a function that tells whether a copy moved towards the model since the last look.
+        It gets the ids of optimized parameters: such copies do not count. None without copies."""
         if not self._copies:
             return None
         model, before = sample(self._model), self._copies

@@ -1,7 +1,7 @@
 """Watch a loop: what is patched or hooked while an audit is open, and what it writes down.
 
-Nothing is read from a device before the audit closes. What is patched are functions through which
-every loop goes, by whatever name it has them.
+Nothing is read from a device before the audit closes. The patched functions are those through which
+every loop goes, by whatever name it has imported them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from accumext.auditing._torch_private import (
 def replaced(
     owner: Any, name: str, call: Callable[..., Any], watching: Callable[[], bool]
 ) -> Iterator[None]:
-    """`call(original, *args)` in place of a function, as long as the audit is watching when it is
-    called; and the original again afterwards."""
+    """Replace a function by `call(original, *args)`, which runs while the audit is watching; put
+    the original back afterwards."""
     original = vars(owner)[name]
 
     @functools.wraps(original)
@@ -52,7 +52,7 @@ def replaced(
     try:
         yield
     finally:
-        if vars(owner).get(name) is instead:  # not under a patch of somebody else's
+        if vars(owner).get(name) is instead:  # else somebody has patched it since
             setattr(owner, name, original)
 
 
@@ -63,9 +63,9 @@ def _subclasses(cls: Any) -> Iterator[Any]:
 
 
 class Observer:
-    """The events of a loop, until so many windows are closed; `stops`: then `Done` is raised.
+    """The observer of a loop, until `windows` windows are closed; `stops`: then `Done` is raised.
 
-    Without an optimizer all that step are followed, or the one of this `number` among them alone.
+    Without an optimizer all that step are followed, or only the one at index `number` of them.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class Observer:
         self.steps = Steps(
             self.journal, self.parameters, self._passes, wrapper, windows, stops, number
         )
-        self.measured = False  # whether a truncated gradient was
-        self.joined: DistributedDataParallel | None = None  # by which processes are
+        self.measured = False  # whether a truncated gradient was measured
+        self.joined: DistributedDataParallel | None = None  # joins processes
         self._given, self._found = model, list[nn.Module]()
-        self._state = (-1, -1)  # parameters and steps when modules were looked for
+        self._state = (-1, -1)  # numbers of parameters and steps at the last search
         self._averages = Averages()
         self._norms: dict[str, nn.Module] = {}
         self._backwards, self._scheduling = 0, False
-        self._stack = ExitStack()  # of what is put back when the block ends
+        self._stack = ExitStack()  # puts the originals back when the block ends
         self._know()
 
     @property
@@ -95,7 +95,7 @@ class Observer:
     # --- opening and closing ----------------------------------------------------------------------
 
     def open(self) -> None:
-        """Watch from here on."""
+        """Begin to watch the loop."""
 
         def watching() -> bool:
             self.steps.settle()
@@ -126,16 +126,16 @@ class Observer:
         )
 
     def enter(self, context: AbstractContextManager[None]) -> None:
-        """Leave something else when the audit closes."""
+        """Enter a context that is left when the audit closes."""
         self._stack.enter_context(context)
 
     def close(self) -> None:
-        """Put everything back."""
+        """Stop watching, and put the originals back."""
         self.steps.close()
         self._stack.close()
 
     def record(self, ended: bool) -> Record:
-        """What was seen, read from the device."""
+        """Return what was seen, read from the device."""
         known, steps, events = self.parameters, self.steps, tuple(own_means(self.journal.events()))
         if ended:
             self._know()
@@ -168,7 +168,7 @@ class Observer:
         self._passes.saved.know(self.parameters.tensors)
 
     def _models(self) -> list[nn.Module]:
-        """Those found, then the given one, whose names count."""
+        """Return the models that were found, then the given one, whose names take precedence."""
         return self._found if self._given is None else [*self._found, self._given]
 
     def _made(self, original: Any, made: Any, *args: Any, **kwargs: Any) -> None:
@@ -178,12 +178,12 @@ class Observer:
         self._know()
 
     def buffers(self) -> Iterable[Tensor]:
-        """Those of the models that are known."""
+        """Return the buffers of the known models."""
         return [buffer for model in self._models() for buffer in model.buffers()]
 
     def _strays(self) -> Iterator[str]:
-        """Parameters in no module and in no optimizer that passes before and after a step reach:
-        not what takes the place of others for a pass, nor what shards are gathered to."""
+        """Yield parameters in no module and no optimizer that passes before and after a step reach:
+        neither temporary replacements of parameters nor tensors gathered from shards."""
         sharded = any(map(is_dtensor, self.parameters.tensors))
         for leaf, first, last in () if sharded else self.steps.leaves.values():
             number = self.parameters.number(leaf)
@@ -192,7 +192,7 @@ class Observer:
                 yield f"a parameter of shape {list(leaf.shape)}"
 
     def _find_modules(self, root: Tensor) -> None:
-        """The models, and the DistributedDataParallel around one where there are processes."""
+        """Find the models and, if there are several processes, the DistributedDataParallel."""
         steps = self.steps.taken.total()
         if self.steps.chosen is None or steps != self._state[1]:
             for leaf in leaves(root.grad_fn):
@@ -238,7 +238,7 @@ class Observer:
             self.steps.fill()
             one = len(roots) == 1 and roots[0].numel() == 1
             of_one = not isinstance(given, (list, tuple)) or given[0] is None
-            # As the replica's last forward pass has prepared it.
+            # DistributedDataParallel decides in the forward pass whether the next pass reduces.
             reduced = self.joined is not None and self.joined.require_forward_param_sync
             self.journal.write(event, scalar=one and of_one, reduced=reduced, without_sync=alone)
         return result
@@ -271,7 +271,7 @@ class Observer:
                 norm=float(norm),
                 max_norm=float(most),
                 parameters=self.parameters.among(tensors),
-                # Those without a gradient count if no optimizer has any.
+                # Tensors without a gradient count only if no optimizer has any of them.
                 others=len(left if left == ids else left & filled),
                 filled=bool(filled),
             )
@@ -289,7 +289,7 @@ class Observer:
         return result
 
     def _look_at_averages(self) -> None:
-        """Write down that one was written, at the first line that shows it."""
+        """Write down that an average was written, at the first line that shows it."""
         moved = self._averages.look()
         if moved is not None:
             self.journal.write(

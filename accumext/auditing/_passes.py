@@ -17,12 +17,12 @@ from accumext.auditing._graph import Losses, SavedTensors, same_number
 from accumext.auditing._sketch import Sketches, dense, sample
 from accumext.auditing._torch_private import is_dtensor, is_half
 
-UNNAMED = "parameter"  # and its number: one that is in no module
+UNNAMED = "parameter"  # with its number, the name of a parameter that is in no module
 _PART = 2**20  # elements that are converted to float32 at once
 
 
 def stands_for(tensor: Tensor) -> Tensor:
-    """The half-precision parameter of a master; else the parameter itself."""
+    """Return the half-precision parameter of a master, and any other parameter itself."""
     link = getattr(tensor, "master_of", None)
     return tensor if link is None else link.parameter
 
@@ -33,7 +33,7 @@ class Parameters:
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.numbers: dict[int, int] = {}  # by id
-        self.trainable: set[int] = set()  # that have required a gradient
+        self.trainable: set[int] = set()  # numbers of those that have required a gradient
         self._names: dict[int, str] = {}
 
     def add(self, tensor: Tensor, name: str | None = None) -> None:
@@ -49,7 +49,7 @@ class Parameters:
         return self.numbers.get(id(stands_for(tensor)))
 
     def among(self, tensors: Iterable[Tensor]) -> frozenset[int]:
-        """The numbers of those of these that are known."""
+        """Return the numbers of the known ones among these tensors."""
         return frozenset(n for t in tensors if (n := self.number(t)) is not None)
 
     def bytes_of(self, numbers: Iterable[int]) -> int:
@@ -60,7 +60,7 @@ class Parameters:
         return tuple(self._names.get(i, f"{UNNAMED} {i}") for i in range(len(self.tensors)))
 
     def take(self, tensors: Iterable[Tensor]) -> Sketches:
-        """The gradients that these have in `.grad`."""
+        """Return the sketches of the gradients that these tensors have in `.grad`."""
         found = Sketches(self.tensors)
         for tensor in tensors:
             if tensor.grad is not None and (number := self.number(tensor)) is not None:
@@ -69,7 +69,7 @@ class Parameters:
 
 
 class Passes:
-    """What backward passes do while they run."""
+    """The backward passes of a loop, which hooks observe while they run."""
 
     def __init__(self, known: Parameters) -> None:
         self.saved = SavedTensors()
@@ -91,8 +91,8 @@ class Passes:
     def run(
         self, backward: Callable[[], Any], root: Tensor, norms: dict[str, nn.Module]
     ) -> tuple[Any, Callable[..., Pass] | None]:
-        """A pass: what it returns, and what makes its event; None if it reached no known parameter.
-        `norms`: batch norms in eval."""
+        """Run a pass. Return its result, and a function that makes its event, or None if it reached
+        no known parameter. `norms`: the batch norms in eval mode."""
         known, start = self._known, perf_counter()
         before_it = sample([t for t in known.tensors if t.requires_grad])
         self._hook()
@@ -140,7 +140,7 @@ class Passes:
         return result, event if running.present else None
 
     def _hook(self) -> None:
-        """See every gradient that is about to be added to a `.grad`."""
+        """Register hooks that see every gradient which is about to be added to a `.grad`."""
         for number, tensor in enumerate(self._known.tensors):
             if tensor.requires_grad and number not in self._nodes and not is_dtensor(tensor):
                 node = self._nodes[number] = get_gradient_edge(tensor).node
@@ -164,7 +164,7 @@ class Passes:
 
     @torch.no_grad()
     def half_sums(self) -> list[tuple[Tensor, ...]]:
-        """The fields of a `HalfSum` for each sum in half precision; the sums begin anew."""
+        """Return the fields of a `HalfSum` for each sum in half precision; the sums begin anew."""
         rows: list[tuple[Tensor, ...]] = []
         for number, total in (self._sums or {}).items():
             grad = self._known.tensors[number].grad
@@ -176,13 +176,13 @@ class Passes:
 
 
 def _without_scale(constants: tuple[Constant, ...], scale: float) -> tuple[Constant, ...]:
-    """The factors of a loss without that of the GradScaler, which came last."""
+    """Return the factors of a loss without that of the GradScaler, which came last."""
     first = constants[0].value if constants and scale != 1.0 else 0.0
     return constants[1:] if same_number(first, scale) else constants
 
 
 def _half_sum(summed: Tensor, total: Tensor) -> tuple[Tensor, ...]:
-    """The fields of a `HalfSum`, without copies of the gradients in float32."""
+    """Return the fields of a `HalfSum`, without copies of the gradients in float32."""
     parts = list(zip(summed.split(_PART), total.split(_PART), strict=True))
     square = torch.stack([t.square().sum() for _, t in parts]).sum()
     factor = torch.stack([s.float() @ t for s, t in parts]).sum() / square

@@ -1,4 +1,4 @@
-"""A record and what follows from it for people, for programs, and as a picture."""
+"""A record and its judgement as text, as plain data for programs, and as a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SHOWN = 4  # windows
 
 
 def text(record: Record, judgement: Judgement) -> str:
-    """What is wrong, what may be meant, and what the windows were, in at most 30 lines."""
+    """Return the findings, the questions and what happened in windows, in at most 30 lines."""
     if not judgement.seen:
         return "\n".join(_nothing(record))
     views = views_of(record)
@@ -69,7 +69,7 @@ def _wrapped(label: str, words: str, most: int) -> list[str]:
 
 
 def _nothing(record: Record) -> Iterable[str]:
-    """Why there is nothing to judge, or what to pass."""
+    """Yield why there is nothing to judge, or which argument would help."""
     asked = f" of {record.asked}" if record.asked else ""
     yield f"accumext audit: nothing was judged: {several(record.windows, 'step')}{asked} after " + (
         f"{several(record.passes, 'backward pass')}"
@@ -93,13 +93,13 @@ def _nothing(record: Record) -> Iterable[str]:
 
 
 def _passes(views: list[View]) -> list[Pass]:
-    """Those of the windows, each once."""
+    """Return the passes of the windows, each once."""
     every = [one for view in views for window in view.windows for one in window.passes]
     return list({id(one): one for one in every}.values())
 
 
 def _described(view: View, window: Window, named: bool) -> tuple[str, str]:
-    """What happened in a window, and what its gradient and its largest graph were."""
+    """Describe what happened in a window, and its gradient and largest graph."""
     parts = []
     for _, group in groupby(window.events, key=_word):
         words = [_word(event) for event in group]
@@ -114,7 +114,7 @@ def _described(view: View, window: Window, named: bool) -> tuple[str, str]:
 
 
 def _gradient(view: View, window: Window) -> str:
-    """The factor of a window's gradient, over the mean of its losses."""
+    """Describe the factor between a window's gradient and the mean of its losses."""
     fit = next((fit for fit in fits(view) if fit.window.index == window.index), None)
     sums = [one for one in sums_of(view) if one.window.index == window.index]
     if fit is None or not sums:
@@ -137,7 +137,7 @@ def _amount(one: Sum) -> str:
 
 
 def _word(event: Event) -> str:
-    """An event in a few words, the same for events that are alike."""
+    """Describe an event in a few words, the same for similar events."""
     match event:
         case Pass():
             counted, losses = count(event), len(main_losses(event))
@@ -153,7 +153,7 @@ def _word(event: Event) -> str:
 
 
 def as_json(record: Record, judgement: Judgement) -> dict[str, Any]:
-    """Plain lists, numbers and strings."""
+    """Return a record and its judgement as plain lists, numbers and strings."""
     return {
         "findings": [asdict(finding) for finding in judgement.findings],
         "questions": [asdict(question) for question in judgement.questions],
@@ -188,7 +188,7 @@ _MARKS = {
 
 
 def plot(record: Record, path: str | Path | None) -> Any:
-    """A row of events per window over its time, and the graph of every pass below."""
+    """Draw a row of events per window over its time; below, the graph's bytes of every pass."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -24,15 +24,15 @@ from accumext.auditing._passes import UNNAMED
 from accumext.auditing._sums import keeps_scale, same
 from accumext.auditing._words import Found, Said, mib, named, numbered, several, some
 
-_MANY_CALLS = 16  # of one parameter in a graph with one loss; layers that share one call it less
-_SAME_BITS = 1e-13  # of sketches, whose own rounding is smaller
-_LOST_BITS = 1.0  # of a sum in half precision, beyond those that its last rounding costs
-_SCALED = 0.1  # logarithm of a factor that is no rounding
-_MEASURED = 1e-2  # distance of a truncated gradient that is no rounding
+_MANY_CALLS = 16  # uses of a parameter in the graph of one loss; shared layers have fewer
+_SAME_BITS = 1e-13  # relative difference of equal sketches; their own rounding is smaller
+_LOST_BITS = 1.0  # in a half-precision sum, beyond those that its last rounding costs
+_SCALED = 0.1  # logarithm of the least factor that is no rounding error
+_MEASURED = 1e-2  # least distance of a truncated gradient that is no rounding error
 
 
 def _parts_of(view: View) -> list[list[Event]]:
-    """The events of its windows between calls of `zero_grad`: gradients of one part add up."""
+    """Return the events of all windows, cut at `zero_grad`: gradients of one part add up."""
     return [
         list(events) for window in view.windows
         for clears, events in groupby(window.events, lambda event: is_call(event, "zero_grad"))
@@ -48,7 +48,7 @@ def _passes_at(events: Sequence[Event]) -> list[int]:
 
 
 def clips(view: View) -> Found:
-    """Clipped too early, too often, in part or in vain; not where a clip changed nothing."""
+    """Report clips that come too early, too often, for a part of the parameters, or in vain."""
     early: list[tuple[Clipped, float]] = []
     for window in [] if view.optimizer.wrapped else view.windows:
         scale = 1.0
@@ -115,7 +115,7 @@ def _clipped_in_part(view: View) -> Found:
 
 
 def scalers(view: View) -> Found:
-    """A GradScaler used out of order."""
+    """Report a GradScaler whose methods are called in a wrong order."""
     if view.optimizer.wrapped:
         return
     for events in _parts_of(view):
@@ -156,7 +156,7 @@ def scalers(view: View) -> Found:
 
 
 def nonfinite(view: View) -> Found:
-    """Steps on inf or NaN, and steps skipped for another reason than an overflow of the scale."""
+    """Report steps on inf or NaN, and skipped steps that no overflow of the scale explains."""
     windows = view.windows
     stepped = [
         w for i, w in enumerate(windows)
@@ -184,7 +184,7 @@ def nonfinite(view: View) -> Found:
 
 
 def _moved(window: Window, later: Sequence[Window]) -> bool:
-    """Whether a step changed the parameters, as far as the passes after it tell."""
+    """Tell whether a step changed the parameters, as far as later passes show it."""
     after = [one.weights for following in later for one in following.passes][:1]
     return not (window.passes and after and window.passes[-1].weights == after[0])
 
@@ -193,7 +193,7 @@ def _moved(window: Window, later: Sequence[Window]) -> bool:
 
 
 def schedules(view: View) -> Found:
-    """A schedule that counts micro-batches, moves without a step, or steps too early."""
+    """Report a schedule that counts micro-batches, moves without a step, or steps too early."""
     most = _between_passes(view, "schedule")
     first = view.windows[0].events
     early, passes = calls(first, "schedule"), _passes_at(first)
@@ -213,7 +213,7 @@ def schedules(view: View) -> Found:
 
 
 def averages(view: View) -> Found:
-    """An average of the model, or a teacher, that moves though the model has not."""
+    """Report an average of the model, or a teacher, that moves although the model has not."""
     if most := _between_passes(view, "average"):
         yield Said(
             "average.per_micro_batch", len(most), most[0].where,
@@ -224,7 +224,7 @@ def averages(view: View) -> Found:
 
 
 def _between_passes(view: View, name: str) -> Sequence[Event]:
-    """The calls of the window with most, if passes of it are between them."""
+    """Return the calls of a window with passes between them; of several windows, the most."""
     most: Sequence[Event] = ()
     for window in view.windows:
         found, passes = calls(window.events, name), window.passes
@@ -254,7 +254,7 @@ def _on_skipped(view: View, name: str, words: str) -> Found:
 
 
 def processes(view: View) -> Found:
-    """DistributedDataParallel that reduces too often, or too little."""
+    """Report a DistributedDataParallel that reduces too often, or not enough."""
     sums = [only(events, Pass) for events in _parts_of(view)]
     vain = max(sums, key=lambda passes: sum(one.sent for one in passes[:-1]), default=[])
     if wasted := sum(one.sent for one in vain[:-1]):
@@ -280,7 +280,7 @@ def processes(view: View) -> Found:
 
 
 def shared(view: View) -> Found:
-    """Parameters that another optimizer has as well: a question, unless both used one gradient."""
+    """Report parameters of two optimizers: a question, unless both stepped on one gradient."""
     own, used, both = view.optimizer.parameters, set[str](), frozenset[int]()
     at_once = False
     for event in view.events:
@@ -302,7 +302,7 @@ def shared(view: View) -> Found:
 
 
 def without_gradient(view: View) -> Found:
-    """Parameters of the optimizer that no pass reaches."""
+    """Report parameters of the optimizer that no pass reaches."""
     steps = [window.step for window in view.windows if window.step.present]
     reached = frozenset[int]().union(*(one.reached for one in view.passes))
     used = frozenset[int]().union(*(step.present for step in steps))
@@ -313,7 +313,7 @@ def without_gradient(view: View) -> Found:
             "parameters.no_gradient", view.optimizer.size, view.windows[0].step.where,
             f"no gradient reaches any of the {view.optimizer.size} parameters of "
             f"{view.optimizer.name}: its steps change nothing",
-            asks=not own or len(view.record.optimizers) > 1,  # frozen, or it takes turns
+            asks=not own or len(view.record.optimizers) > 1,  # frozen, or optimizers take turns
         )  # fmt: skip
     elif left and used and reached & own:
         evidence = f"no gradient reaches {named(view.record, left)}"
@@ -321,10 +321,10 @@ def without_gradient(view: View) -> Found:
 
 
 def untrained(record: Record) -> Found:
-    """Parameters that passes reach, and no optimizer has."""
+    """Report parameters that passes reach, and no optimizer has."""
     reached = frozenset[int]().union(*(one.reached for one in only(record.events, Pass)))
     steps = [step for step in only(record.events, Stepped) if step.present]
-    # Those of modules: not what takes their place for a pass.
+    # Only parameters of modules: not tensors that replace one for a pass.
     own = {n for n in reached if not record.names[n].startswith(f"{UNNAMED} ")}
     left = [*(record.names[n] for n in sorted(own - record.trained)), *record.strays]
     if steps and reached & record.trained and left:
@@ -333,7 +333,7 @@ def untrained(record: Record) -> Found:
 
 
 def decay(view: View) -> Found:
-    """Weight decay of vectors, in a group with matrices."""
+    """Report weight decay of vectors that are in a group with matrices."""
     if numbers := view.optimizer.decayed:
         names = named(view.record, numbers)
         evidence = f"weights of {several(len(numbers), 'vector')} decay as matrices do: {names}"
@@ -341,7 +341,7 @@ def decay(view: View) -> Found:
 
 
 def batch_norms(record: Record) -> Found:
-    """Batch norms in eval that are trained."""
+    """Report batch norms that are trained in eval mode."""
     every = only(record.events, Pass)
     passes = [one for one in every if one.eval_norms]
     for one in passes[:1]:
@@ -356,7 +356,7 @@ def batch_norms(record: Record) -> Found:
 
 
 def graphs(record: Record) -> Found:
-    """One graph over many steps, or over a whole window's losses."""
+    """Report one graph over many steps, or over the losses of a whole window."""
     passes = [
         one for one in only(record.events, Pass)
         if one.graph.calls >= _MANY_CALLS or 1 < one.graph.losses <= one.graph.calls
@@ -389,7 +389,7 @@ def graphs(record: Record) -> Found:
 
 
 def growth(record: Record) -> Found:
-    """Graphs that hold those of the passes before."""
+    """Report graphs that hold the graphs of earlier passes."""
     run: list[Pass] = []
     longest: list[Pass] = []
     passes = only(record.events, Pass)
@@ -408,7 +408,7 @@ def growth(record: Record) -> Found:
 
 
 def truncation(record: Record) -> Found:
-    """What detaching the state costs."""
+    """Report how far truncation takes the gradient from the exact one."""
     measured = [one for one in only(record.events, Truncated) if one.distance > _MEASURED]
     if measured:
         one = max(measured, key=lambda one: one.distance)
@@ -420,7 +420,7 @@ def truncation(record: Record) -> Found:
 
 
 def half_sums(view: View) -> Found:
-    """Sums of half-precision gradients that have lost bits."""
+    """Report sums of half-precision gradients that have lost bits."""
     whole = [fit for fit in fits(view) if fit.equal and not fit.earlier and not fit.by_hand]
     if not whole:
         return
@@ -436,16 +436,16 @@ def half_sums(view: View) -> Found:
 
 
 def _half_error(fit: Fit) -> tuple[float, float]:
-    """Of a window's sum, relative to the sum in float32; and what rounding that once would cost."""
+    """Return the relative error of a window's half-precision sum, and that of one rounding."""
     sums = fit.window.step.half_sums
     whole, along = sum(one.square for one in sums), sum(one.factor * one.square for one in sums)
     if along <= 0:
         return 0.0, 0.0
     clip = math.prod(clip.factor for clip in only(fit.window.events, Clipped))
     near = along / whole
-    # What clip and scaler multiplied with: the sums may be scaled yet, for a fused optimizer.
+    # The product of the clips; a fused optimizer unscales later, so the sums may still be scaled.
     factor = min((clip, clip / fit.parts[0].of.scale), key=lambda f: abs(math.log(near / f)))
-    if abs(math.log(near / factor)) > _SCALED:  # by the loop, which no error in rounding does
+    if abs(math.log(near / factor)) > _SCALED:  # too far for rounding: the loop scaled it
         return 0.0, 0.0
     squares = [
         ((one.factor / factor - 1) ** 2 + one.rest * (one.factor / factor) ** 2) * one.square
@@ -470,7 +470,7 @@ def determinism(record: Record) -> Found:
             return
 
 
-OF_A_VIEW = (  # that has windows
+OF_A_VIEW = (  # rules about one optimizer
     nonfinite, scalers, clips, processes, schedules, averages, shared, without_gradient, half_sums,
     decay,
 )  # fmt: skip

@@ -21,12 +21,12 @@ from accumext.auditing._torch_private import is_half, local_part
 SIZE = 8  # numbers of a sketch
 _STRIDE = 1021  # a prime, no usual width: over the rows of a matrix gradients may sum up to zero
 
-_SAMPLED = 16  # tensors
-_ROWS = 1024  # that are summed at once: copies in float32 stay small
+_SAMPLED = 16  # number of tensors
+_ROWS = 1024  # rows that are summed at once: copies in float32 stay small
 
 
 def sample(tensors: Sequence[Tensor]) -> Tensor:
-    """A few elements of some of these, by which it shows that they were written."""
+    """Return a few elements of some of these tensors: they change if the tensors are written."""
     few = tensors[:: max(len(tensors) // _SAMPLED, 1)]
     parts = [dense(t).reshape(-1)[:SIZE].to(few[0].device, wide(few[0].device)) for t in few]
     return torch.cat(parts) if parts else torch.zeros(0)
@@ -34,19 +34,19 @@ def sample(tensors: Sequence[Tensor]) -> Tensor:
 
 @lru_cache
 def _signs(device: torch.device) -> Tensor:
-    """Entries 1 and -1, the same in every process; the generators of the loop are not asked."""
+    """Return random signs, the same in every process; the loop's generators are not used."""
     generator = torch.Generator().manual_seed(0)
     draws = torch.randint(2, (_STRIDE, SIZE), generator=generator, device="cpu")
     return (2.0 * draws - 1.0).to(device, wide(device))
 
 
 def wide(device: torch.device) -> torch.dtype:
-    """float64, where a device has it."""
+    """Return float64, or float32 if the device has no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def dense(grad: Tensor) -> Tensor:
-    """The elements of a gradient on this process, zeros of sparse ones included."""
+    """Return the elements of a gradient on this process, including a sparse one's zeros."""
     grad = local_part(grad).detach()
     grad = grad.to_dense() if grad.layout is not torch.strided else grad
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
@@ -54,7 +54,7 @@ def dense(grad: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sketch(grad: Tensor) -> Tensor:
-    """float64 [SIZE] on the gradient's device, if it has that; small gradients are their own."""
+    """Return the sketch, [SIZE] on the gradient's device; a smaller gradient is only padded."""
     flat = dense(grad).reshape(-1)
     if flat.numel() <= SIZE:
         return pad(flat.to(wide(flat.device)), (0, SIZE - flat.numel()))
@@ -73,12 +73,12 @@ class Sketches:
     def __init__(self, parameters: list[Tensor]) -> None:
         device = parameters[0].device if parameters else torch.device("cpu")
         self.values = torch.zeros(len(parameters), SIZE, dtype=wide(device), device=device)
-        self.present: dict[int, None] = {}  # in the order in which they came
+        self.present: dict[int, None] = {}  # numbers, in the order in which gradients came
 
     def add(self, number: int, grad: Tensor) -> None:
         self.values[number] += sketch(grad).to(self.values)
         self.present[number] = None
 
     def on_host(self, size: int) -> Sketch:
-        """With rows for parameters that became known later."""
+        """Return the sketches in `size` rows; parameters that became known later get zeros."""
         return pad(self.values.cpu().double(), (0, 0, 0, size - len(self.values)))

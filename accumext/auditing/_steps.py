@@ -1,4 +1,4 @@
-"""The steps of optimizers: which are followed, what each has used, and when there are enough."""
+"""The steps of optimizers: which are followed, which gradients they use, and when it is enough."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from accumext.auditing._passes import Parameters, Passes, stands_for
 from accumext.auditing._torch_private import runs_hooks
 
 _OF_WRAPPER = {AccumulatingOptimizer.step.__code__, AccumulatingOptimizer.flush.__code__}
-_FOR_OTHERS = 4  # times as many windows are waited for until other optimizers have theirs
+_FOR_OTHERS = 4  # times `windows`: how long to wait for optimizers that step less often
 
 
 class Done(BaseException):
@@ -31,8 +31,8 @@ class Done(BaseException):
 
 
 class Journal:
-    """The events, until enough windows are closed. Each is made when the audit closes, so that
-    nothing is read from a device before."""
+    """The events, until enough windows are closed. Each event is made when the audit closes, so
+    that nothing is read from a device before."""
 
     def __init__(self, known: Parameters) -> None:
         self.watching = True
@@ -40,7 +40,7 @@ class Journal:
         self._drafts: list[Callable[[], Event | None]] = []
 
     def write(self, event: Callable[..., Event | None], **fields: Any) -> None:
-        """Keep what makes an event of its line, its time, and what is known of it yet."""
+        """Keep a function that will make an event, with its line, its time and known fields."""
         if self.watching:
             self._drafts.append(functools.partial(event, line(), perf_counter(), **fields))
 
@@ -54,7 +54,7 @@ class Journal:
 
 
 class Steps:
-    """Of one chosen optimizer, or of all that step, or of those the one of this number alone."""
+    """The steps of one chosen optimizer, of all that step, or only of the one with this number."""
 
     def __init__(
         self, journal: Journal, known: Parameters, passes: Passes, wrapper: Any, windows: int,
@@ -64,17 +64,17 @@ class Steps:
         self._windows, self._stops, self._number = windows, stops, number
         self.followed: list[Followed] = []
         self.met: dict[int, Any] = {}  # optimizers by id, in the order in which they stepped
-        self.taken = Counter[tuple[int, str]]()  # steps of all, by id and class
-        self.trained: dict[int, Tensor] = {}  # by id, the parameters of all that have stepped
+        self.taken = Counter[tuple[int, str]]()  # steps of all optimizers, by id and class
+        self.trained: dict[int, Tensor] = {}  # all that were stepped on, by id
         # Parameters that graphs use, by id, and the steps before their first and their last use.
         self.leaves: dict[int, tuple[Tensor, int, int]] = {}
-        self.alive: list[Optimizer] = []  # when the last window closes; none where all have stepped
+        self.alive: list[Optimizer] = []  # at the end; empty if all have stepped
         self.through_scaler = False
-        self._running: list[FrameType] = []  # calls of `step`
+        self._running: list[FrameType] = []  # frames of calls of `step`
         self.chosen = None if wrapper is None else self._follow(wrapper)
 
     def open(self, stack: ExitStack) -> None:
-        """Watch, until the stack is closed."""
+        """Watch steps until the stack is closed."""
         stack.callback(optimizer.register_optimizer_step_pre_hook(self._before_step).remove)
         stack.callback(optimizer.register_optimizer_step_post_hook(self._after_step).remove)
 
@@ -94,12 +94,12 @@ class Steps:
         return frozenset(id(stands_for(t)) for t in (*self.trained.values(), *waiting))
 
     def fill(self) -> None:
-        """A pass has left gradients."""
+        """Note that a pass has left gradients."""
         for one in self.followed:
             one.filled = one.wrapper is None
 
     def notice_clears(self, told: bool = False) -> None:
-        """Write down that gradients have gone, however that was done; `told`: by `zero_grad`."""
+        """Write down that gradients are gone, unless `told`: then `zero_grad` was written down."""
         for one in self.followed:
             if one.filled and all(tensor.grad is None for tensor in one.tensors()):
                 one.filled = False
@@ -107,13 +107,13 @@ class Steps:
                     self._journal.write_call("zero_grad", one.tensors())
 
     def know(self) -> None:
-        """Number the parameters of those followed, which may have become more."""
+        """Number the parameters of followed optimizers, which may have been given more."""
         for one in self.followed:
             for tensor in one.tensors():
                 self._known.add(tensor)
 
     def find(self, wrapper: Any) -> Followed | None:
-        """What is known of an optimizer, in a wrapper or not; None if it is not followed."""
+        """Return the followed optimizer that is in these wrappers; None if it is not followed."""
         stepping, chosen = unwrapped(wrapper), self.chosen
         self.met.setdefault(id(stepping), stepping)
         found = next((one for one in self.followed if one.optimizer is stepping), None)
@@ -125,10 +125,10 @@ class Steps:
         if runs_hooks(chosen.optimizer):
             return None
         same = {id(t) for t in chosen.tensors()} == {id(t) for t in parameters_of(wrapper)}
-        return chosen if same else None  # what steps for it
+        return chosen if same else None  # steps in place of the chosen one
 
     def number_of(self, wrapper: Any) -> int | None:
-        """That of an optimizer, in a wrapper or not, if it is followed."""
+        """Return the number of the optimizer in these wrappers; None if it is not followed."""
         stepping = unwrapped(wrapper)
         return next((one.number for one in self.followed if one.optimizer is stepping), None)
 
@@ -144,7 +144,7 @@ class Steps:
             self._passes.sum_nothing()
 
     def settle(self) -> None:
-        """Complete the last window of a wrapper, which tells its clip, or that it skipped."""
+        """Complete the last window of a wrapper, whose report has its clip, or says it skipped."""
         for one in self.followed:
             if self._journal.watching and one.take_report():
                 if one.used is None:
@@ -213,7 +213,7 @@ class Steps:
             self.write(one, one.used)
 
     def write(self, one: Followed, used: Used | None) -> None:
-        """A step that used gradients, or that was skipped; of a wrapper the clip comes later."""
+        """Write down a step with the gradients it used; None: skipped. A wrapper's clip follows."""
         known, window = self._known, one.windows
         sums = self._passes.half_sums() if used else []
 
@@ -242,6 +242,6 @@ class Steps:
 
 
 def _around(stepping: Any, running: list[FrameType]) -> AccumulatingOptimizer | None:
-    """The wrapper that steps an optimizer, if one does: nobody has to name it."""
+    """Return the wrapper that steps an optimizer, if one does, so that nobody has to name it."""
     callers = (call.f_locals["self"] for call in running if call.f_code in _OF_WRAPPER)
     return next((caller for caller in callers if unwrapped(caller) is stepping), None)

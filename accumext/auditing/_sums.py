@@ -1,8 +1,8 @@
-"""What the micro-batches of a window weigh in its gradient, in every way in which that can be read.
+"""The weights of a window's micro-batches in its gradient, in all possible readings.
 
-A loss is a mean, or a sum of so many targets, or neither is known; it was multiplied with constants
-on its way to the root of its pass. So "the gradient is c times the mean" has several readings. A
-loop is right if one of them gives 1 in all its windows.
+A loss is a mean, a sum over a known number of targets, or of an unknown kind. It was multiplied
+with constants on its way to the root of its pass. So "the gradient is c times the mean" has several
+readings. A loop is right if one of them gives 1 in all its windows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import groupby, pairwise
 from accumext.auditing._events import Loss, Pass, View, Window, calls
 from accumext.auditing._fit import Fit, Part, fits
 
-_SAME = 1e-2  # relative difference of what counts as equal
+_SAME = 1e-2  # relative difference up to which numbers count as equal
 
 
 def same(a: float, b: float, within: float = 0.0) -> bool:
@@ -25,39 +25,39 @@ def same(a: float, b: float, within: float = 0.0) -> bool:
 
 
 def alike(values: Iterable[float]) -> bool:
-    """Whether all are the same."""
+    """Tell whether all values are the same."""
     listed = list(values)
     return all(same(listed[0], value) for value in listed)
 
 
 def main_losses(one: Pass) -> tuple[Loss, ...]:
-    """The losses that a pass is about: torch's own, else means, else what there is."""
+    """Return the losses that a pass is about: torch's own, else means, else all of them."""
     known = tuple(loss for loss in one.losses if loss.known)
     means = tuple(loss for loss in one.losses if loss.reduction == "mean")
     return known or means or one.losses
 
 
 def count(one: Pass) -> float | None:
-    """The targets that a pass counts; None where a loss does not say."""
+    """Return the number of targets that a pass counts; None if a loss does not say."""
     counts = [loss.count for loss in main_losses(one)]
     return None if None in counts else sum(n for n in counts if n is not None)
 
 
 def _weight(part: Part) -> float | None:
-    """The weight of a pass's losses in the gradient, as means; None where it is not known. Signs
-    are the losses' own."""
+    """Return the weight of a pass's losses in the gradient, as means; None if it is not known.
+    Signs do not count: a loss may be negative."""
     losses, weight = main_losses(part.of), 0.0
     for loss in losses:
         if loss.reduction == "sum" and loss.count is None:
             return None
-        # A sum that counts nothing would still be divided by 1.
+        # A loop divides the sum over no target by 1, not by 0.
         n = max(loss.count or 0.0, 1.0) if loss.reduction == "sum" else 1.0
         weight += abs(loss.coefficient) * n
     return abs(part.factor) * weight if part.of.scalar and losses else None
 
 
 def _all_known(values: Iterable[float | None]) -> list[float]:
-    """None of them where one is not known."""
+    """Return the values, or no value if one is not known."""
     listed = list(values)
     return [] if None in listed else [value for value in listed if value is not None]
 
@@ -67,14 +67,14 @@ def nodes_of(part: Part) -> set[tuple[int, int]]:
 
 
 def constants_by_place(parts: Iterable[Part]) -> list[tuple[float, ...]]:
-    """The first constant of all passes, their second one, and so on; nothing where they have
-    different numbers of them."""
+    """Return the first constants of all passes, their second ones, and so on; nothing if passes
+    have different numbers of constants."""
     chains = [[constant.value for constant in part.of.constants] for part in parts]
     return list(zip(*chains, strict=True)) if len(set(map(len, chains))) == 1 else []
 
 
 def dividing_places(sums: Sequence[Sum]) -> list[int]:
-    """The places of constants that add up to 1 in each window, as 1 over its size does."""
+    """Return the places of constants that add up to 1 in each window, as 1 / size does."""
     columns = [constants_by_place(one.parts) for one in sums]
     return [
         place for place in range(min(map(len, columns)))
@@ -92,7 +92,7 @@ class Sum:
     fit: Fit
     kind: str  # the line of their backward passes
     parts: tuple[Part, ...]
-    most: int = 0  # size of the largest of the window
+    most: int = 0  # size of the window's largest sum
 
     @property
     def window(self) -> Window:
@@ -100,22 +100,22 @@ class Sum:
 
     @property
     def size(self) -> int:
-        """Micro-batches of a process, as the parameter sees them that gets most."""
+        """Micro-batches per process, counted at the parameter that gets most gradients."""
         reached = Counter(number for part in self.parts for number in part.of.reached)
         most = max(reached.values(), default=len(self.parts))
         return most // len({part.rank for part in self.parts})
 
     @property
     def given(self) -> list[float]:
-        """What the losses were multiplied with, before and after the pass."""
+        """The factors of the losses, of before and after the pass together."""
         return [abs(part.of.coefficient * part.factor) for part in self.parts]
 
     def weights(self) -> list[float]:
-        """Those of the losses, if all are known."""
+        """Return the weights of the losses, if all are known."""
         return _all_known(map(_weight, self.parts))
 
     def counts(self) -> list[float]:
-        """Targets of each micro-batch, if all are known."""
+        """Return the number of targets of each micro-batch, if all are known."""
         return _all_known(count(part.of) for part in self.parts)
 
     def _losses(self) -> list[Loss]:
@@ -128,32 +128,32 @@ class Sum:
 
     @property
     def judged(self) -> bool:
-        """Whether it is known what the losses are, or that each is one number."""
+        """Whether the weights of the losses are known."""
         return bool(self.weights())
 
     @property
     def certain(self) -> bool:
-        """Whether it is known what the losses are: a function of one's own may divide inside."""
+        """Whether the kinds of the losses are known: a user's own function may divide inside."""
         return self.judged and all(loss.known or loss.reduction for loss in self._losses())
 
     def is_uniform(self) -> bool:
-        """Whether all micro-batches, or all targets, have one weight."""
+        """Tell whether all micro-batches, or all targets, have one weight."""
         weights, counts = self.weights(), self.counts()
         known = all(weights) and all(counts)
         per_target = [w / n for w, n in zip(weights, counts, strict=False)] if known else []
         return any(alike(each) for each in (self.given, weights, per_target) if each)
 
     def is_mean(self) -> bool:
-        """Whether one of its readings is the mean."""
+        """Tell whether the gradient is the mean in one of its readings."""
         return any(same(c, 1.0) for c in self.readings().values())
 
     def readings(self, divisors: Sequence[int] = ()) -> dict[str, float]:
-        """The factor over the mean of the losses, the likeliest reading first: 1 for a right loop
-        in one of them at least. `divisors`: the places of constants that add up to 1 in each
-        window."""
+        """Return the factors over the mean of the losses, the likeliest reading first; for a right
+        loop at least one of them is 1. `divisors`: the places of constants that add up to 1 in
+        each window."""
         found = self._of_known_losses() if self.judged else {}
         scalar = all(part.of.scalar for part in self.parts)
-        # A constant of the loss's own may stand beside the division, but no second division.
+        # The loss may have a constant of its own beside the divisor, but no second divisor.
         columns = constants_by_place(self.parts) if scalar and len(divisors) < 2 else []
         for place, column in enumerate(columns if len(columns) > 1 or not self.judged else ()):
             if place in divisors or not all(same(constant, 1.0) for constant in column):
@@ -169,7 +169,7 @@ class Sum:
     def _of_known_losses(self) -> dict[str, float]:
         weights, counts, given = self.weights(), self.counts(), {"given": sum(self.given)}
         number, losses = len(self.parts), len(self._losses())
-        steps = losses / number  # whose mean the loss of a pass is, or their sum
+        steps = losses / number  # a pass has their mean as its loss, or their sum
         constants = [c.value for part in self.parts for c in part.of.constants]
         of_steps = steps > 1 and any(same(c, 1 / steps) for c in constants)
         targets = {"targets": sum(weights) / sum(counts)} if self.sums and any(counts) else {}
@@ -185,13 +185,13 @@ class Sum:
 
 
 def usual_size(sums: Iterable[Sum]) -> int:
-    """Micro-batches of most windows."""
+    """Return the number of micro-batches that most windows have."""
     return Counter(one.size for one in sums).most_common(1)[0][0]
 
 
 def own_clips(sums: Sequence[Sum]) -> list[float]:
-    """What windows were scaled with as a whole, where that differs between them, as by a clip of
-    the loop's own; else 1."""
+    """Return the factors of whole windows, if they differ, as they do after a clip of the loop's
+    own; otherwise ones."""
     each = [[abs(part.after) for part in one.parts] for one in sums]
     world = max(len({part.rank for part in one.parts}) for one in sums)
     if all(map(alike, each)) and not alike(factors[0] for factors in each):
@@ -201,9 +201,9 @@ def own_clips(sums: Sequence[Sum]) -> list[float]:
 
 @lru_cache(maxsize=8)
 def sums_of(view: View) -> tuple[Sum, ...]:
-    """Those of all windows that can be compared: for each line with backward passes its own, or one
-    for all lines where that is a mean in more windows, as where the last pass has a line of its own
-    for `no_sync`."""
+    """Return the sums of all windows that can be compared: one for each line with backward passes.
+    It is one for all lines together if that is a mean in more windows: with `no_sync`, the last
+    pass may have a line of its own."""
     kinds, each, joined = _kinds(view), list[list[Sum]](), list[Sum]()
     others = {one.where for fit in fits(view) for one in strangers(view, fit).values()}
     for fit in fits(view):
@@ -225,7 +225,7 @@ def sums_of(view: View) -> tuple[Sum, ...]:
 
 
 def _adds_up(view: View, parts: Sequence[Part]) -> bool:
-    """Whether these are passes of different losses, and unscaled."""
+    """Tell whether these passes have different losses, and are unscaled."""
     nodes = Counter(node for part in parts for node in nodes_of(part))
     scale, *more = {part.of.scale for part in parts}
     unscaled = not more and not keeps_scale(scale, parts[0].factor, len(parts))
@@ -234,18 +234,18 @@ def _adds_up(view: View, parts: Sequence[Part]) -> bool:
 
 
 def keeps_scale(scale: float, factor: float, passes: int) -> bool:
-    """Whether a step used scaled gradients, or their mean, as they were."""
+    """Tell whether a step used scaled gradients, or their mean, without unscaling them."""
     return scale != 1.0 and any(same(factor, share) for share in (1.0, 1 / passes))
 
 
 def runs_elsewhere(view: View, fit: Fit) -> bool:
-    """Whether a pass of another process ran at a line that none of this one did."""
+    """Tell whether a pass of another process ran at a line at which none of this one did."""
     return not {part.of.where for part in fit.there} <= {one.where for one in view.passes}
 
 
 def strangers(view: View, fit: Fit) -> dict[int, Pass]:
-    """The passes in a gradient, by id, that reach parameters of another optimizer, where others in
-    it do not: of that one's loss, as a generator's in the discriminator."""
+    """Return the passes in a gradient, by id, that reach parameters of another optimizer although
+    others do not: they are of its loss, such as a generator's in the discriminator."""
     passes = {id(part.of): part.of for part in fit.there}
     found = dict[int, Pass]()
     for step in calls(view.events, "step"):
@@ -256,9 +256,9 @@ def strangers(view: View, fit: Fit) -> dict[int, Pass]:
 
 
 def _kinds(view: View) -> dict[str, str]:
-    """The kind of each line with a backward pass. Two lines are of one kind if the second takes up
-    the loop of the first, as a second call of `fit` does: each has windows of its own, and where a
-    window has both, one follows the other."""
+    """Return the kind of each line with a backward pass. Two lines are of one kind if the second
+    continues the loop of the first, as a second call of `fit` does: each has windows of its own,
+    and in a window with both, all passes of one come before those of the other."""
     lines = [[one.where for one in window.passes] for window in view.windows]
     order = [one.where for one in view.passes]
     alone = {places[0] for places in lines if len(set(places)) == 1}

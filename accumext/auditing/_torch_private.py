@@ -1,4 +1,4 @@
-"""What the auditor reads of torch that torch does not promise; no other file here reads any."""
+"""The private attributes of torch that the auditor reads; no other file here reads any."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 # How often a tensor was written, also through views and under no_grad; not through `.data`.
 write_count: Callable[[Any], int] = attrgetter("_version")
 
-# Of nodes that one thread has made, these rise.
+# The number of a node, which rises with each node that a thread makes.
 order_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 
-# The scale on its device, where the public `get_scale` waits for that; None before the first loss.
+# The scale on its device (the public `get_scale` waits for it); None before the first loss.
 scale_tensor: Callable[[GradScaler], Tensor | None] = methodcaller("_get_scale_async")
 
-# The functions that clip by a norm that is known, through which `clip_grad_norm_` goes, too.
+# The functions that clip by a given norm; `clip_grad_norm_` calls them, too.
 CLIPS: tuple[tuple[Any, str], ...] = (
     (nn.utils.clip_grad, "_clip_grads_with_norm_"),
     (nn.utils, "clip_grads_with_norm_"),
@@ -37,24 +37,24 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Any) -> Tensor:
-    """What a process has of a DTensor, in the same memory: `to_local()` waits for collectives."""
+    """Return a DTensor's part on this process, without a copy: `to_local()` waits for others."""
     part: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
     return part
 
 
 def leaf_of(node: Any) -> Tensor | None:
-    """The leaf to whose `.grad` a node adds; None for other nodes."""
+    """Return the leaf to whose `.grad` a node adds; None for other nodes."""
     leaf: Tensor | None = node.variable if type(node).__name__ == "AccumulateGrad" else None
     return leaf
 
 
 def saved_by(node: Any, name: str) -> Any:
-    """What a node of the graph has saved under a name, unpacked; None if nothing."""
+    """Return what a node of the graph has saved under a name, unpacked; None if nothing."""
     return getattr(node, f"_saved_{name}", None)
 
 
 def packed_by(node: Any, name: str) -> Any:
-    """The same as a hook on saved tensors made it."""
+    """Return the same in the form that a hook on saved tensors gave it."""
     raw = getattr(node, f"_raw_saved_{name}", None)
     return None if raw is None else raw.data
 
@@ -65,5 +65,5 @@ def is_being_made(schedule: Any) -> bool:
 
 
 def runs_hooks(optimizer: Any) -> bool:
-    """Tell whether `step` calls the hooks of torch: not where `Optimizer.__init__` never ran."""
+    """Tell whether `step` calls the hooks of torch: not if `Optimizer.__init__` never ran."""
     return bool(getattr(type(optimizer).step, "hooked", False))

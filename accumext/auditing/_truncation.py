@@ -38,13 +38,13 @@ def _measure_first(observer: Observer, call: Call) -> None:
     usual = given["lengths"] is None and given["feedback"] in ("greedy", "teacher")
     cut = call.function is accumext.tbptt or given["k2"] is not None
     drawn = given.get("truncation") == "random" or given["reduction"] == "none"
-    alone = not (dist.is_available() and dist.is_initialized())  # no process waits for another
+    alone = not (dist.is_available() and dist.is_initialized())  # else processes could wait forever
     new = observer.watching and observer.parameters.tensors and not observer.measured
     if usual and cut and not drawn and alone and new:
         measure = of_tbptt if call.function is accumext.tbptt else _of_decode_loss
         try:
             measure(observer, given)
-        except Exception as error:  # of a step that cannot be run again; the loop goes on
+        except Exception as error:  # the step cannot be run twice; the loop goes on
             words = f"audit: the truncated gradient was not measured: {error}"
             warnings.warn(words, stacklevel=2)
 
@@ -63,11 +63,11 @@ def _of_decode_loss(observer: Observer, given: Mapping[str, Any]) -> None:
 
 
 def of_tbptt(observer: Observer, given: Mapping[str, Any]) -> float:
-    """Write down the distance for one batch, and return it, by the arguments of `tbptt`; of the
-    graph behind the state none."""
+    """Write down the distance for one batch, and return it, by the arguments of `tbptt`. The
+    graph behind the state does not count."""
     observer.measured = True
     targets, k1 = given["targets"], given["k1"]
-    # The graphs behind these are the loop's, whose own passes free them.
+    # Detached: the graphs behind these belong to the loop, whose own passes free them.
     inputs, state, context = (_detached(given[name]) for name in ("inputs", "state", "context"))
     if inputs is None:
         first = torch.as_tensor(given["start"], dtype=targets.dtype, device=targets.device)
@@ -118,7 +118,7 @@ def _write(
 
 @contextmanager
 def _unchanged(observer: Observer, device: torch.device) -> Iterator[None]:
-    """With gradients; generators and the models' buffers as they were, afterwards."""
+    """Enable gradients, and restore generators and the models' buffers afterwards."""
     buffers = [(buffer, buffer.clone()) for buffer in observer.buffers()]
     devices = [] if device.type == "cpu" else [device]
     kind = device.type if devices else "cuda"

@@ -1,6 +1,6 @@
 """The findings and questions, the worst first: their names, cures, and what would make them right.
 
-Ids stay the same from release to release. A rule says of each whether it asks.
+Ids stay the same from release to release. A rule decides whether its result is a question.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from accumext.auditing._events import Finding, Record, Window
 class Kind(NamedTuple):
     name: str
     cure: str
-    right_if: str = ""  # of a question
+    right_if: str = ""  # what makes a question right
 
 
-# "id: name", the cure, and for what may be meant "right if ...", without which it never asks.
+# "id: name", the cure, and "right if ..." if it may be intended; without it, it is no question.
 _TABLE = """\
 step.nonfinite: step on inf or nan
   scaler.step(optimizer), or on_nonfinite= of AccumulatingOptimizer, which skips the window or the
@@ -183,13 +183,13 @@ KINDS = dict(_read(_TABLE.rstrip()))
 
 @dataclass(frozen=True)
 class Said:
-    """What a rule has found."""
+    """A result of a rule."""
 
     id: str
     value: float
     where: str
     evidence: str
-    asks: bool = True  # it may be meant, if the table says when it is right
+    asks: bool = True  # a question, if the table says when it is right
     cure: str = ""  # in place of the table's
 
     @property
@@ -207,14 +207,14 @@ Found: TypeAlias = Iterator[Said]
 
 
 def some(names: Iterable[str], most: int = 3) -> str:
-    """A few names, and how many more there are."""
+    """Return a few names, and how many more there are."""
     listed = list(names)
     more = f" and {len(listed) - most} more" if len(listed) > most else ""
     return ", ".join(listed[:most]) + more
 
 
 def named(record: Record, numbers: Iterable[int]) -> str:
-    """The names of a few parameters."""
+    """Return the names of a few parameters."""
     return some(record.names[n] for n in sorted(numbers))
 
 
@@ -229,6 +229,6 @@ def several(n: int, noun: str, none: str = "0") -> str:
 
 
 def mib(number: float) -> str:
-    """Bytes for people."""
+    """Return a number of bytes as text."""
     power = min(int(math.log(max(number, 1.0), 1024)), 4)
     return f"{number / 1024**power:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the script until its windows are complete; 1 if there is a finding."""
+    """Run the script until its windows are complete; return 1 if there is a finding."""
     for words in _refused(args):
         print(f"accumext audit: {words}", file=sys.stderr)
         return 2
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _refused(args: argparse.Namespace) -> Iterator[str]:
-    """What is wrong with the arguments, before the script runs, which may take long."""
+    """Yield what is wrong with the arguments, before the script runs, which may take long."""
     if not args.script.is_file():
         yield f"no such file: {args.script}"
     for name, number in (("windows", args.windows), ("optimizer", args.optimizer)):
@@ -77,8 +77,8 @@ def _ids(ignore: str) -> Iterable[str]:
 
 
 def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
-    """The audit of the script, which sees what Python shows it when it runs it."""
-    # torch imports more with the first optimizer, and then looks at all modules, lazy ones as well.
+    """Audit the script, which sees the same modules, path and arguments as if Python ran it."""
+    # torch imports more with the first optimizer, and then looks at all modules, lazy ones too.
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.0)
     script = args.script.resolve()
     argv, path, modules = sys.argv, sys.path.copy(), sys.modules.copy()
@@ -97,14 +97,14 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
                 if end.code not in (None, 0):
                     raise
     except BaseException:
-        with suppress(RuntimeError):  # it could not be closed
+        with suppress(RuntimeError):  # the audit could not be closed
             if seen.judgement.seen:
                 print(seen)
         raise
     finally:
         sys.argv, sys.path[:] = argv, path
         sys.modules["__main__"] = modules["__main__"]
-        for name in sys.modules.keys() - modules:  # a second run makes the script's own ones anew
+        for name in sys.modules.keys() - modules:  # a second run imports the script's own anew
             file = vars(sys.modules[name]).get("__file__")  # a lazy module may raise if it is asked
             if file is not None and is_own(file):
                 del sys.modules[name]

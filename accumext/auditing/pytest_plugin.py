@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def audited(request: pytest.FixtureRequest) -> Iterator[Callable[..., Audit]]:
-    """`with audited(model, optimizer): train()`: `accumext.audit`, checked when the test ends."""
+    """Yield `accumext.audit` for `with audited(model, optimizer): ...`; check it at the end."""
     audits: list[Audit] = []
 
     def opened(*args: Any, **options: Any) -> Audit:

@@ -28,22 +28,22 @@ from typing import Any, NamedTuple
 
 TORCH_MINIMUM = (2, 10)
 LIBRARIES = ("cpu", "cuda")
-TAKES = {"cpu": "about a minute", "cuda": "several minutes"}  # to compile, on two cores
+TAKES = {"cpu": "about a minute", "cuda": "several minutes"}  # time to compile, on two cores
 
 CHOICES = {
     "ACCUMEXT_BACKEND": ("auto", "native", "jit", "reference"),
     "ACCUMEXT_BUILD": ("auto", "require", "off"),
     "ACCUMEXT_CUDA": ("auto", "0", "1"),
 }
-_FOLDER = Path(__file__).resolve().parent  # of the libraries that an installation compiles
+_FOLDER = Path(__file__).resolve().parent  # which gets the libraries that an installation compiles
 _PACKAGE = _FOLDER.parent
 _DEFAULT_CUDA_HOME = "/usr/local/cuda"
-_DEFAULT_ARCHS = "8.0;9.0"  # A100 and H100: what a build without a visible GPU is meant for
-_BYTES_PER_JOB = 3 << 30  # nvcc's peak on one file of ours, with room to spare
+_DEFAULT_ARCHS = "8.0;9.0"  # A100 and H100, if the build sees no GPU
+_BYTES_PER_JOB = 3 << 30  # nvcc's peak for one file of csrc, with room to spare
 
 
 def setting(name: str) -> str:
-    """The value of one ACCUMEXT_* variable; ValueError lists the choices."""
+    """Return the value of one ACCUMEXT_* variable; a ValueError lists the choices."""
     choices = CHOICES[name]
     value = os.environ.get(name) or choices[0]
     if value not in choices:
@@ -52,7 +52,7 @@ def setting(name: str) -> str:
 
 
 def check_settings() -> None:
-    """ValueError if any ACCUMEXT_* variable has a value that means nothing."""
+    """Raise ValueError if an ACCUMEXT_* variable has a value that is none of its choices."""
     for name in CHOICES:
         setting(name)
 
@@ -66,34 +66,34 @@ def in_checkout() -> bool:
 
 
 def csrc() -> Path:
-    """The folder of the sources: inside an installed package, beside it in a checkout."""
+    """Return the folder of the sources: inside an installed package, beside it in a checkout."""
     return _PACKAGE.parent / "csrc" if in_checkout() else _PACKAGE / "_csrc"
 
 
 def sources(library: str) -> list[str]:
-    """The files of library "cpu", "cuda" or "bind", in a fixed order."""
+    """Return the source files of library "cpu", "cuda" or "bind", in a fixed order."""
     pattern = {"cpu": "cpu/**/*.cpp", "cuda": "cuda/**/*.cu", "bind": "module.cpp"}[library]
     return sorted(str(path) for path in csrc().glob(pattern))
 
 
 def has_sources() -> bool:
-    """Tell whether there are any: an archive that Python imports from has none to compile."""
+    """Tell whether there are sources: a zip archive that Python imports from has none."""
     return bool(sources("cpu"))
 
 
 def registered_ops(library: str) -> list[str]:
-    """The operators that a library implements, read where they are registered: in its sources."""
+    """Return the operators that a library implements, read from its sources."""
     text = "".join(Path(path).read_text(encoding="utf-8") for path in sources(library))
     return sorted(set(re.findall(r'\.impl\(\s*"(?:accumext::)?([\w.]+)"', text)))
 
 
 def cxx_flags(library: str) -> list[str]:
-    """Flags of the host compiler.
+    """Return the flags of the host compiler.
 
     Contraction is off because elementwise results must equal PyTorch's bit for bit; there is no
     -march, so that a wheel runs on any CPU: the kernels choose their instruction set when they run.
-    -Wno-psabi: vectors are passed between inlined functions only, so how a call would pass them is
-    no matter.
+    -Wno-psabi: only inlined functions take vectors, so the calling convention for them has no
+    effect.
     """
     flags = ["-std=c++20", "-O3", "-g0", "-ffp-contract=off", "-fvisibility=hidden"]
     flags += ["-Wall", "-Wno-psabi"]
@@ -101,10 +101,10 @@ def cxx_flags(library: str) -> list[str]:
 
 
 def nvcc_flags() -> list[str]:
-    """Flags of nvcc; -fmad=false for the reason of -ffp-contract=off."""
+    """Return the flags of nvcc; -fmad=false for the same reason as -ffp-contract=off."""
     flags = ["-std=c++20", "-O3", "-fmad=false", "-DUSE_CUDA", _target_define()]
     flags.append("-Xcompiler=-ffp-contract=off,-fvisibility=hidden")
-    # torch's build takes away the half types' conversions; the kernels convert with them.
+    # torch's build disables the conversions of the half types, which the kernels use.
     hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS")
     return flags + [f"-U__CUDA_NO_{name}__" for name in hidden]
 
@@ -115,10 +115,9 @@ def _target_define() -> str:
 
 
 def load_arguments(library: str, torch: Any = None) -> dict[str, Any]:
-    """Arguments for `torch.utils.cpp_extension.load`, to compile a library by hand.
+    """Return arguments for `torch.utils.cpp_extension.load`, to compile a library by hand.
 
-    Set ACCUMEXT_BACKEND=reference before importing accumext, so that an operator is not given two
-    kernels.
+    Set ACCUMEXT_BACKEND=reference before importing accumext, so that no operator gets two kernels.
 
     Args:
         library: "cpu", "cuda" or "bind".
@@ -147,11 +146,11 @@ def load_arguments(library: str, torch: Any = None) -> dict[str, Any]:
 
 
 def find_torch() -> Any | None:
-    """The torch of the environment being installed into, or None.
+    """Return the torch of the environment into which accumext is being installed, or None.
 
-    pip builds in isolation, but with the interpreter of that environment: the environment's own
-    site-packages need only be appended to the path. Appended, not inserted, so that setuptools and
-    ninja remain those of the build.
+    pip builds in isolation, but with the interpreter of that environment: only its site-packages
+    have to be added to the path. They are appended, so that setuptools and ninja remain those of
+    the build.
     """
     folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
     folders += site.getsitepackages()
@@ -168,7 +167,7 @@ def find_torch() -> Any | None:
 
 def _imported_torch() -> Any | None:
     with warnings.catch_warnings():
-        # A build needs no NumPy, without which torch warns when it is imported.
+        # Without NumPy torch warns when it is imported; a build does not need it.
         warnings.filterwarnings("ignore", "Failed to initialize NumPy")
         try:
             return importlib.import_module("torch")
@@ -177,7 +176,7 @@ def _imported_torch() -> Any | None:
 
 
 def cpp_extension() -> Any:
-    """`torch.utils.cpp_extension`, without its warning about a CUDA toolkit and no GPU."""
+    """Import `torch.utils.cpp_extension` without its warning about a CUDA toolkit and no GPU."""
 
     def is_news(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith("No CUDA runtime is found")
@@ -213,11 +212,11 @@ def cxx() -> list[str]:
 
 
 def _command(variable: str, default: str) -> list[str]:
-    """The words of a variable that names a program, which compilers find from any folder."""
+    """Return the words of a variable that names a program, as a path that any folder can use."""
     value = os.environ.get(variable, "").strip() or default
-    words = [value]  # of a path that contains spaces
+    words = [value]  # if the value is a path that contains spaces
     if shutil.which(value) is None:
-        with contextlib.suppress(ValueError):  # quotation marks that do not close
+        with contextlib.suppress(ValueError):  # unbalanced quotation marks
             words = shlex.split(value)
     if os.sep in words[0]:
         words[0] = os.path.abspath(words[0])
@@ -241,7 +240,7 @@ def obstacle(torch: Any) -> tuple[str, str] | None:
 
 
 def _failure(command: list[str]) -> str:
-    """How a command failed; "" if it succeeded."""
+    """Describe how a command failed; "" if it succeeded."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -287,7 +286,7 @@ def cuda(torch: Any) -> Cuda:
 
 
 def _cuda_homes(torch: Any) -> list[str]:
-    """Where a toolkit may be, best first."""
+    """Return the folders in which a toolkit may be, best first."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), _home_of_nvcc_on_path()]
     homes.append(_DEFAULT_CUDA_HOME)
     site_packages = {str(Path(torch.__file__).parents[1]), sysconfig.get_path("purelib")}
@@ -297,7 +296,7 @@ def _cuda_homes(torch: Any) -> list[str]:
 
 
 def _home_of_nvcc_on_path() -> str | None:
-    """The toolkit of the nvcc on PATH, asked of nvcc itself: the file found may be a wrapper."""
+    """Return the toolkit of the nvcc on PATH. nvcc itself says it: the file may be a wrapper."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         return None
@@ -320,7 +319,7 @@ def output(command: list[str]) -> str:
 
 
 def archs(torch: Any) -> str:
-    """GPU architectures to compile for, as TORCH_CUDA_ARCH_LIST writes them."""
+    """Return the GPU architectures to compile for, as TORCH_CUDA_ARCH_LIST writes them."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if listed:
         return listed
@@ -330,7 +329,7 @@ def archs(torch: Any) -> str:
 
 
 def arch_flags(torch: Any) -> list[str]:
-    """nvcc's architecture flags where torch has nothing to derive them from (it would fail)."""
+    """Return nvcc's architecture flags if torch cannot derive them (it would fail)."""
     if os.environ.get("TORCH_CUDA_ARCH_LIST") or torch.cuda.device_count() > 0:
         return []
     numbers = [arch.replace(".", "") for arch in _DEFAULT_ARCHS.split(";")]
@@ -338,7 +337,7 @@ def arch_flags(torch: Any) -> list[str]:
 
 
 def cudart_flags(home: str, folder: Path) -> list[str]:
-    """Where to link libcudart: toolkits from PyPI lack the name that the linker looks for."""
+    """Return flags to link libcudart: toolkits from PyPI lack the name that the linker wants."""
     versioned: list[Path] = []
     for library in (Path(home, "lib64"), Path(home, "lib")):
         if (library / "libcudart.so").exists():
@@ -353,10 +352,11 @@ def cudart_flags(home: str, folder: Path) -> list[str]:
 
 
 def torch_cuda_flags(folder: Path) -> list[str]:
-    """Flags that link libtorch_cuda by its name alone, by way of an empty library in the folder.
+    """Return flags that link libtorch_cuda by name only, with an empty library in the folder.
 
-    The library then finds that of the torch that loads it, whatever torch it was compiled with: one
-    without CUDA has none, and what torch has loaded for itself is found by name only.
+    The library then uses the libtorch_cuda of the torch that loads it, whatever torch it was
+    compiled with. A torch without CUDA has none to link, and one that torch has already loaded is
+    found by name only.
     """
     stub = folder / "libtorch_cuda.so"
     command = [*cxx(), "-shared", "-x", "c++", os.devnull]
@@ -369,7 +369,7 @@ def torch_cuda_flags(folder: Path) -> list[str]:
 
 @contextlib.contextmanager
 def environment(folder: Path) -> Iterator[None]:
-    """Environment variables for the length of a compile that has a folder of its own."""
+    """Set environment variables during a compile that has a folder of its own."""
     variables = _ninja_variables()
     for variable, name in (("CXX", "c++"), ("CC", "cc")):
         variables |= _one_program(folder, variable, name)
@@ -386,24 +386,24 @@ def environment(folder: Path) -> Iterator[None]:
 
 
 def _one_program(folder: Path, variable: str, name: str) -> dict[str, str]:
-    """The compiler in a variable as one word, which is all that torch takes: of more, a script."""
+    """Return the compiler as one word, since torch takes no more; with arguments, as a script."""
     command = _command(variable, name)
     plain = len(command) == 1 and shlex.quote(command[0]) == os.environ.get(variable)
     if variable not in os.environ or plain:
         return {}
-    script = folder / name  # not named as a compiler that torch knows, so it asks which it is
+    script = folder / name  # torch does not know this name, so it asks for the version
     script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
     script.chmod(0o700)
     return {variable: str(script)}
 
 
 def _ninja_variables() -> dict[str, str]:
-    """Variables for a compile: ninja of this Python on PATH, and jobs that fit into memory."""
+    """Return variables for a compile: this Python's ninja on PATH, jobs that fit into memory."""
     variables = {}
     try:
         ninja = importlib.import_module("ninja")
     except ImportError:
-        pass  # one on PATH will do; torch says what to install where there is none
+        pass  # use the one on PATH; without one, torch says what to install
     else:
         variables["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ.get("PATH", os.defpath)])
     if "MAX_JOBS" not in os.environ:
@@ -424,7 +424,7 @@ def _jobs() -> int:
 
 @functools.cache
 def sources_key() -> str:
-    """A digest of every source and header: two equal keys mean equal C++ and CUDA code."""
+    """Return a digest of every source and header: equal keys mean equal C++ and CUDA code."""
     digest = hashlib.sha256()
     root = csrc()
     for path in sorted(path for path in root.rglob("*") if path.is_file()):
@@ -442,11 +442,11 @@ def jit_obstacle(library: str, torch: Any) -> tuple[str, str] | None:
 
 
 def cache_key(library: str, torch: Any) -> str:
-    """The name of a kept library's folder: digests of what is compiled and of what compiles it.
+    """Return the name of a cached library's folder: digests of the code and of the compilers.
 
-    The first is of the sources, torch, the machine and our flags; the second of the compilers and
-    of the variables that they obey. Without a compiler the second is `*`, a pattern: any will do.
-    Python is in neither, for the libraries do not use its interface.
+    The first covers the sources, torch, the machine and the flags; the second the compilers and
+    the variables that they obey. Without a compiler the second is `*`, a pattern that matches any.
+    Neither covers Python, whose interface the libraries do not use.
     """
     machine = f"{platform.machine()} {platform.libc_ver()}"
     what = [sources_key(), torch.__version__, str(torch.version.git_version), machine]
@@ -476,7 +476,7 @@ def _compilers(library: str, torch: Any) -> list[str]:
 
 
 def digest(facts: list[str]) -> str:
-    """A name for facts: two equal names mean equal facts."""
+    """Return a name for facts: equal names mean equal facts."""
     return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 
 
@@ -486,17 +486,17 @@ _RECORD = "_build_info.json"
 
 
 def write_record(folder: str, record: dict[str, Any]) -> None:
-    """Write what an installation compiled, or why not, beside the package's modules."""
+    """Write what an installation compiled, or why it did not, beside the package's modules."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=2, sort_keys=True) + "\n"
     Path(folder, _RECORD).write_text(text, encoding="utf-8")
 
 
 def installation() -> Path:
-    """The folder that an installation put the libraries and their record into.
+    """Return the folder into which an installation put the libraries and their record.
 
-    A checkout that the package was installed from counts as installed: `python -m accumext` imports
-    the checkout where it is the working folder, and would find no libraries there.
+    A checkout from which the package was installed counts as installed: `python -m accumext`
+    imports the checkout if it is the working folder, and would find no libraries there.
     """
     if in_checkout() and not (_FOLDER / _RECORD).exists():
         installed = Path(sysconfig.get_path("platlib"), "accumext", "backends")
@@ -506,12 +506,12 @@ def installation() -> Path:
 
 
 def read_record() -> dict[str, Any]:
-    """Return the record of the installation; empty where the package was never installed."""
+    """Return the record of the installation; empty if the package was never installed."""
     return _record_in(installation())
 
 
 def _record_in(folder: Path) -> dict[str, Any]:
-    """The record in a folder; empty if there is none, or a damaged one."""
+    """Return the record in a folder; empty if there is none, or a damaged one."""
     try:
         record = json.loads((folder / _RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,14 +1,14 @@
-"""Where compiled libraries are kept, for the next process or installation, and which are whole.
+"""The cache of compiled libraries, for the next process or installation, and its checks.
 
-Verdicts of the self-test, which decide what is loaded, are kept in the same way: below, the library
-may be such a file. setup.py loads this file by path, as it does _build.py: only the standard
+Verdicts of the self-test, which decide what is loaded, are kept in the same way: a "library" below
+may be such a file. setup.py loads this file by path, as it does _build.py, so only the standard
 library is imported here.
 
-A library is code that runs as the user who loads it. So they are kept in a folder that belongs to
-this user and that nobody else can write to, as do a library's own folder and files. torch, whose
-folder of extensions this is in, asks for neither. One counts only if it is, byte for byte, what was
-kept, and it appears whole, in one rename: neither a process that is killed, nor a full disk, nor a
-loss of power leaves half of one.
+A library is code that runs as the user who loads it. So the cache, the folder of each library and
+its files have to belong to this user, and nobody else may be able to write to them. torch, whose
+folder of extensions holds the cache, asks for neither. A library is used only if its digest is the
+recorded one. It appears whole, in one rename: a process that is killed, a full disk or a loss of
+power cannot leave half of one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from pathlib import Path
 
 _log = logging.getLogger("accumext")
 
-_WAIT_S = 600.0  # several times the longest compile: beyond it the other process hangs
-_STALE_S = 24 * 3600.0  # no compile takes as long: a folder of this age was left by a killed one
+_WAIT_S = 600.0  # several times the longest compile: a longer one hangs
+_STALE_S = 24 * 3600.0  # no compile takes as long: a killed one left a folder of this age
 _IN_SILENCE = contextlib.nullcontext()
 _KINDS = {"folder": stat.S_IFDIR, "file": stat.S_IFREG}
 
@@ -39,7 +39,7 @@ _KINDS = {"folder": stat.S_IFDIR, "file": stat.S_IFREG}
 
 
 def open_cache() -> tuple[Path, str]:
-    """The folder that holds a folder per library, and "" if it lasts, else why it does not."""
+    """Return the folder of the cache, and why it is a temporary one; "" if it lasts."""
     try:
         return lasting_cache(), ""
     except OSError as error:
@@ -47,7 +47,7 @@ def open_cache() -> tuple[Path, str]:
 
 
 def lasting_cache() -> Path:
-    """This user's folder among torch's extensions, made if need be; OSError if it is not safe."""
+    """Return this user's folder among torch's extensions; make it if need be. OSError if unsafe."""
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError as error:
@@ -61,14 +61,14 @@ def lasting_cache() -> Path:
 
 
 def writable_cache(root: Path) -> tuple[Path, str]:
-    """The same folder, or one for this process if nothing can be added to it."""
+    """Return the same cache, or a temporary one if it cannot be written to, and why."""
     if os.access(root, os.W_OK):
         return root, ""
     return _temporary_cache(f"{root} cannot be written to")
 
 
 def _temporary_cache(why: str) -> tuple[Path, str]:
-    """A cache that this process removes, and why there is no better one."""
+    """Make a cache that this process removes at its end; return it and why there is no other."""
     reason = f"{why}; set TORCH_EXTENSIONS_DIR to a folder of your own"
     _log.warning("nothing is kept for other processes: %s", reason)
     try:
@@ -81,7 +81,7 @@ def _temporary_cache(why: str) -> tuple[Path, str]:
 
 
 def _require_own(path: Path, kind: str) -> None:
-    """OSError unless this is a "folder" or "file" of this user that nobody else can write to."""
+    """Raise OSError unless this is a "folder" or "file" that only this user can write to."""
     found = path.lstat()
     if stat.S_IFMT(found.st_mode) != _KINDS[kind]:
         raise OSError(f"{path} is not a {kind}")
@@ -92,11 +92,11 @@ def _require_own(path: Path, kind: str) -> None:
 
 
 def _reached(place: Path, links: int = 40) -> Path:
-    """A folder, made if need be, as a path without links; OSError if anyone can replace it.
+    """Make a folder if need be; return its path without links. OSError if anyone can replace it.
 
-    The contents of a folder can be renamed by whoever can write to it, unless it has the sticky
-    bit. A symbolic link leads where its owner likes: those of root and of this user are followed,
-    as many as Linux follows.
+    Whoever can write to a folder can rename what is in it, unless the folder has the sticky bit.
+    A symbolic link can be changed by its owner, so only those of root and of this user are
+    followed, as many as Linux follows.
     """
     place = Path(os.path.abspath(place))
     for folder in (*reversed(place.parents), place):
@@ -123,7 +123,7 @@ def _words(error: OSError) -> str:
 
 
 def kept(root: Path, key: str, file: str) -> list[Path]:
-    """The undamaged libraries in the folders that a key names, or matches with *; newest first."""
+    """Return the undamaged libraries in folders that match a key, the newest first."""
     libraries = [folder / file for folder in root.glob(key)]
     whole = [library for library in libraries if _is_whole(library)]
     return sorted(whole, key=lambda library: library.stat().st_mtime, reverse=True)
@@ -137,7 +137,7 @@ def _is_whole(library: Path) -> bool:
         return _seal_path(library).read_bytes() == _seal(library)
     except PermissionError as error:
         _log.warning("%s is not loaded: %s", library, _words(error))
-    except OSError:  # damage
+    except OSError:  # missing or damaged
         pass
     return False
 
@@ -147,12 +147,12 @@ def _seal_path(library: Path) -> Path:
 
 
 def _seal(library: Path) -> bytes:
-    """A line that `sha256sum --check` reads."""
+    """Return the digest as a line that `sha256sum --check` reads."""
     return f"{sha256(library)}  {library.name}\n".encode()
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file, in hexadecimal."""
+    """Return the digest of a file, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -161,18 +161,18 @@ def sha256(path: Path) -> str:
 
 @contextlib.contextmanager
 def turn(lock: Path, waiting: AbstractContextManager[None] = _IN_SILENCE) -> Iterator[None]:
-    """Wait, if need be in a context, for a process that compiles the same: so it is done once.
+    """Wait, in a context, for a process that compiles the same library, so that it is done once.
 
-    A lock ends with its process, however that ends; torch's FileBaton would stay, and be waited for
-    without end. Nothing depends on it: where a lock cannot be had, the same library is compiled
+    The lock ends with its process, however that ends; torch's FileBaton would stay, and others
+    would wait for ever. Nothing depends on the lock: without it, the same library is compiled
     twice, each time in a folder of its own.
     """
-    with lock.open("a+b", buffering=0) as file:  # not to be written alone: a FIFO would wait
+    with lock.open("a+b", buffering=0) as file:  # not "ab": a FIFO would block
         try:
             if not _locked(file):
                 with waiting:
                     _wait_for(file, lock)
-        except OSError as error:  # file systems of other machines may know no locks
+        except OSError as error:  # network file systems may have no locks
             _log.info("%s cannot be locked: %s", lock, error)
         yield
 
@@ -187,8 +187,8 @@ def _wait_for(file: FileIO, lock: Path) -> None:
 
 
 def _locked(file: FileIO) -> bool:
-    """Tell whether a lock could be had."""
-    import fcntl  # which Windows, where setup.py loads this file, does not have
+    """Try to lock a file; tell whether this succeeded."""
+    import fcntl  # Windows lacks it, and setup.py loads this file there
 
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,7 +199,7 @@ def _locked(file: FileIO) -> bool:
 
 @contextlib.contextmanager
 def workshop(folder: Path) -> Iterator[Path]:
-    """A new folder beside that of a library, to compile in; removed in the end."""
+    """Make a temporary folder beside that of a library, to compile in; remove it at the end."""
     for left in folder.parent.glob("*.tmp*"):
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > _STALE_S:
@@ -212,7 +212,7 @@ def workshop(folder: Path) -> Iterator[Path]:
 
 
 def keep(library: Path, folder: Path) -> None:
-    """Move a library into its folder, in the place of what is there; OSError if that fails."""
+    """Move a library into its folder, and replace what is there; OSError if that fails."""
     with workshop(folder) as made:
         new = made / "new"
         new.mkdir()

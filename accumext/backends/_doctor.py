@@ -15,12 +15,12 @@ from accumext.backends import _build, _cache, _libraries, _self_test, _verify
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
+    """Declare the options of the command."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the report; 1 if the self-test fails."""
+    """Print the report; return 1 if the self-test fails."""
     report = examine()
     if args.json:
         print(json.dumps(report, indent=2))
@@ -30,7 +30,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def examine() -> dict[str, Any]:
-    """The whole report as plain data."""
+    """Return the whole report as plain data."""
     self_test = _outcomes()  # first: it decides which kernels are used
     backend, reason = _backend()
     return {
@@ -47,7 +47,7 @@ def examine() -> dict[str, Any]:
 
 
 def _changed_libraries() -> list[str]:
-    """The installed libraries that are not what the installation compiled, as strip makes them."""
+    """Return the installed libraries that have changed since they were compiled, as by strip."""
     digests: dict[str, str] = _build.read_record().get("sha256", {})
     paths = {name: _build.installation() / name for name in sorted(digests)}
     return [n for n, path in paths.items() if path.exists() and _cache.sha256(path) != digests[n]]
@@ -100,9 +100,9 @@ def _distribution(name: str) -> str | None:
 
 
 def _outcomes() -> dict[str, str]:
-    """Of the self-test of each operator on each device: OK, or what went wrong."""
+    """Return the self-test's outcome of each operator on each device: OK, or what went wrong."""
     tested, cpu = _libraries.tested_anew(), torch.device("cpu")
-    if cpu not in tested:  # its kernels need not pass before they run, and are tested here
+    if cpu not in tested:  # its kernels run without a test, so they are tested here
         here = {name: _self_test.outcome(name, cpu) for name in _self_test.cases()}
         tested = {cpu: here} | tested
     found: dict[str, str] = {}
@@ -135,7 +135,7 @@ def _installation_rows(record: dict[str, Any]) -> list[tuple[str, str]]:
     compiled = ", ".join(record["compiled"]) or "nothing"
     rows = [("installation", f"compiled {compiled}, with torch {record['torch']}")]
     for library, why in record["missing"].items():
-        # What was in the way then may be gone: the remedy is that of today.
+        # The obstacle at installation may be gone, so the remedy is for the one that is left.
         now = _build.jit_obstacle(library, torch)
         fix = now[1] if now is not None else f"{_build.ON_FIRST_USE}, or {_libraries.REINSTALL}"
         rows.append((f"no {library} library", f"at installation: {why['reason']}. {fix}"))

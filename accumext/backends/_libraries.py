@@ -1,9 +1,9 @@
-"""The choice of kernels, with its reasons: the only module that knows of compiled libraries.
+"""The choice of kernels, with its reasons: the module that loads compiled libraries.
 
 A library adds kernels to operators that `accumext.ops` has defined; the dispatcher does the rest. A
-library that is not installed is compiled on first use, and one for GPUs is tested on them then:
-until that is done, a small Python kernel stands in for each of its operators, which sees to it,
-leaves, and calls again.
+library that is not installed is compiled on first use, and one for GPUs is tested on first use.
+Until then a small Python kernel stands in for each of its operators. When it is called, it loads
+the library, removes itself, and calls the operator again.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class _Library:
         self.label = name.upper()  # also the dispatch key
         self.loaded = False
         self.reason = ""  # a clause: why the kernels are, or are not, in use
-        # Of the self-test, which kernels that differ from GPU to GPU have to pass before they run.
+        # Whether kernels have to pass the self-test before they run, as those for GPUs have.
         self.tested, self.test_anew = tested, False
         self.outcomes: dict[torch.device, dict[str, str]] = {}  # by operator
-        self._failed: dict[str, set[torch.device]] = {}  # by operator, which plain PyTorch keeps
-        self._kernels: dict[str, Callable[..., Any]] = {}  # their kernels
+        self._failed: dict[str, set[torch.device]] = {}  # by operator; PyTorch answers there
+        self._kernels: dict[str, Callable[..., Any]] = {}  # the compiled ones of these operators
         self._stand_ins: torch.library.Library | None = None
-        self._first_use: Callable[[], None] | None = None  # what is pending until then
+        self._first_use: Callable[[], None] | None = None  # the pending action
         self._refusal: str | None = None
         self._lock = threading.RLock()
 
@@ -64,7 +64,7 @@ class _Library:
         if mode == "reference":
             self.reason = "ACCUMEXT_BACKEND=reference"
             return
-        if not _build.has_sources():  # nor the names of the operators in them
+        if not _build.has_sources():  # nor the names of operators, which are read from them
             self.reason = ". ".join(_build.obstacle(torch) or ())
             if mode in ("native", "jit"):
                 refusal = f"ACCUMEXT_BACKEND={mode} needs {self.label} kernels: {self.reason}"
@@ -103,7 +103,7 @@ class _Library:
     # --- installed
 
     def _absence(self) -> str | None:
-        """Why no installed library can be used; None if one can."""
+        """Return why no installed library can be used; None if one can."""
         record = _build.read_record()
         if not self._path().exists():
             missing = record.get("missing", {}).get(self.name)
@@ -144,9 +144,9 @@ class _Library:
             raise RuntimeError(f"compiled for CUDA {nvcc}, torch is for CUDA {torch.version.cuda}")
 
     def _open(self, path: Path) -> None:
-        """Load a library; RuntimeError if an operator that it should have is not there then.
+        """Load a library; raise RuntimeError if it lacks an operator that it should have.
 
-        The self-test comes first. Plain PyTorch keeps the operators that fail it.
+        The self-test comes first. Plain PyTorch answers for operators that fail it.
         """
         names = _build.registered_ops(self.name)
         if self.tested:
@@ -165,7 +165,7 @@ class _Library:
         self.loaded = any(len(self._failed.get(n, ())) < max(1, len(self.outcomes)) for n in names)
 
     def _answer(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
-        """By plain PyTorch on the devices on which the compiled kernel failed."""
+        """Call plain PyTorch on devices on which the compiled kernel failed, else the kernel."""
         tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device = next(tensor.device for tensor in tensors if tensor.device.type == self.name)
         if device in self._failed[name]:
@@ -197,7 +197,7 @@ class _Library:
         return op(*args, **kwargs)
 
     def _refuse(self, refusal: str) -> None:
-        """From now on every call is an error: what was asked for cannot be had."""
+        """Make every later call an error: the kernels that were asked for are not available."""
         self._refusal, self.reason, self.loaded = refusal, refusal, False
         self._stand_in(self._settle_and_call_again, _build.registered_ops(self.name))
 
@@ -240,7 +240,7 @@ class _Library:
         _log.warning("%s tensors are served by pure PyTorch: %s", self.label, reason)
 
     def _compiled(self) -> str:
-        """Load the library from the cache, after compiling it if need be; says where it is."""
+        """Load the library from the cache, after compiling it if need be; return where it is."""
         from accumext.backends import _cache
 
         key = _build.cache_key(self.name, torch)
@@ -261,7 +261,7 @@ class _Library:
         return f"{where}, for this process alone: {passing}" if passing else where
 
     def _load_kept(self, root: Path, key: str) -> Path | None:
-        """Load an undamaged library of the cache; its folder, None if there is none that works."""
+        """Load an undamaged library of the cache; return its folder, or None if none works."""
         from accumext.backends import _cache
 
         for library in _cache.kept(root, key, f"_C_{self.name}.so"):
@@ -274,9 +274,9 @@ class _Library:
         return None
 
     def _make(self, folder: Path) -> str:
-        """Compile and load the library, and keep it in a folder; why not, if it cannot be kept.
+        """Compile and load the library, and cache it in a folder; return why it cannot be cached.
 
-        The kept library has been loaded and has its operators.
+        Only a library that loads and has its operators is cached.
         """
         from accumext.backends import _cache
 
@@ -298,7 +298,7 @@ class _Library:
         arguments = _build.load_arguments(self.name, torch)
         if self.name == "cuda":
             home = _build.cuda(torch).home
-            assert home is not None  # or there would have been an obstacle
+            assert home is not None  # else `jit_obstacle` has refused
             cpp_extension.CUDA_HOME = home
             arguments["extra_ldflags"] = _build.cudart_flags(home, folder)
         with _build.environment(folder):
@@ -306,15 +306,15 @@ class _Library:
 
 
 def _check_length(path: Path) -> None:
-    """OSError if a library's file ends before what its headers speak of.
+    """Raise OSError if a library's file is shorter than its headers say.
 
-    The loader maps what they speak of, and to read beyond the end of the file kills the process.
-    Headers rather than a recorded size: packagers strip libraries and rewrite their search paths.
+    The loader maps the length in the headers, and a read beyond the end of the file kills the
+    process. A recorded size would not do: packagers strip libraries and rewrite search paths.
     """
     with path.open("rb") as file:
         header = file.read(64)
         if header[:6] != b"\x7fELF\x02\x01" or len(header) < 64:
-            return  # the loader says what is wrong; only ELF of 64 bits is mapped unasked
+            return  # the loader reports all but 64-bit ELF files itself
         segments_at, sections_at = struct.unpack_from("<QQ", header, 32)
         segment_bytes, segments, section_bytes, sections = struct.unpack_from("<4H", header, 54)
         file.seek(segments_at)
@@ -331,7 +331,7 @@ def _check_length(path: Path) -> None:
 def _tell(words: str) -> None:
     """Tell a terminal, a notebook or a log why the first call takes so long."""
     if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # it is closed
+        with contextlib.suppress(OSError, ValueError):  # stderr is closed
             print(f"accumext: {words}", file=sys.stderr, flush=True)
 
 
@@ -340,7 +340,7 @@ _REMINDER_S = 10.0
 
 @contextlib.contextmanager
 def _told(words: str, more: str = "") -> Iterator[None]:
-    """Tell what is being done, every ten seconds that it still is, and that it failed."""
+    """Tell what is being done, again every ten seconds until it is done, and if it fails."""
     begin, over = time.monotonic(), threading.Event()
 
     def remind() -> None:
@@ -361,7 +361,7 @@ def _told(words: str, more: str = "") -> Iterator[None]:
 
 
 def _telling_line(error: Exception) -> str:
-    """The line of a compiler's output that says what is wrong; its command if it said nothing."""
+    """Return the line of a compiler's output that has the error, or else the command."""
     lines = str(error).splitlines() or [type(error).__name__]
     for line in lines:
         if " error: " in line:
@@ -369,7 +369,7 @@ def _telling_line(error: Exception) -> str:
     failed = [number for number, line in enumerate(lines) if line.startswith("FAILED: ")]
     if not failed:
         return lines[0].strip()
-    command, *said = lines[failed[0] + 1 :]  # as ninja prints them
+    command, *said = lines[failed[0] + 1 :]  # ninja prints the command first
     said = [line for line in said if line.strip() and not line.startswith(("[", "ninja: "))]
     return said[0].strip() if said else f"a command failed and said nothing: {command}"
 
@@ -399,7 +399,7 @@ def load_installed() -> None:
 def backend() -> str:
     """Name the kernels in use: compiled ones for the GPU or the CPU, or pure PyTorch.
 
-    Kernels that are to be compiled, or tested, on first use are so now.
+    Kernels that wait for their first use are compiled, or tested, by this call.
 
     Returns:
         "cuda", "cpu" or "reference".
@@ -415,7 +415,7 @@ def backend() -> str:
 
 
 def backend_reason() -> str:
-    """One sentence on why `backend()` is what it is, and why it is not something better.
+    """Return one sentence on why these kernels are in use, and why no better ones are.
 
     It names the operators for which plain PyTorch answers because they failed the self-test.
 
@@ -439,10 +439,10 @@ def backend_reason() -> str:
 
 
 def tested_anew() -> dict[torch.device, dict[str, str]]:
-    """Load kernels as on first use, but test again those whose verdict is known; the outcomes."""
+    """Load kernels as on first use, but repeat tests with a known verdict; return the outcomes."""
     for library in (_CPU, _CUDA):
         library.test_anew = True
-    with contextlib.suppress(RuntimeError):  # which backend() raises, too
+    with contextlib.suppress(RuntimeError):  # `backend()` raises the same
         _best_first()
     return _CPU.outcomes | _CUDA.outcomes
 

@@ -1,8 +1,8 @@
 """The self-test: calls of every operator, whose results must be those of plain PyTorch.
 
 One list for `python -m accumext doctor` and for the verification of CUDA kernels (_verify.py). The
-calls are small, and are where kernels go different ways: every dtype, batches of every width and
-beyond the largest of the persistent decoder window, logits all below zero.
+calls are small, and take every branch of the kernels: every dtype, batches of every width and
+beyond the largest of the persistent decoder window, logits that are all below zero.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from accumext.tensors.torch_private import call_default_kernel, operator, tree_l
 OK = "ok"
 
 # Four roundings of float32, in which most tensors of a list are summed whatever the dtype of the
-# result: one order of summation or another, and on a GPU a power, may differ by two.
+# result: two orders of summation, or a power on a GPU, may differ by two roundings.
 _LIST_TOLERANCE = 4 * torch.finfo(torch.float32).eps
-# By the dtype of a product's operands: sums in another order may round a state to its other
-# neighbour in half precision, which then goes through the steps that follow.
+# By the dtype of a product's operands: sums in another order may round a half-precision state to
+# its other neighbour, and later steps carry the difference on.
 _PRODUCT_TOLERANCE = {
     torch.float64: 1e-10,
     torch.float32: 1e-4,
@@ -34,8 +34,8 @@ _PRODUCT_TOLERANCE = {
 _TOKEN_TOLERANCE = 1e-4  # of a logit or a probability: sums of float32 in another order
 _DTYPES = tuple(_PRODUCT_TOLERANCE)
 
-_GATES, _STATES = (3, 4, 1, 1), (1, 2, 1, 1)  # of a layer, by `kind`
-_STEPS, _UNITS, _WIDTH, _WORDS = 4, 70, 9, 300  # no multiples of what kernels take at once
+_GATES, _STATES = (3, 4, 1, 1), (1, 2, 1, 1)  # numbers per layer, by `kind`
+_STEPS, _UNITS, _WIDTH, _WORDS = 4, 70, 9, 300  # no multiples of the kernels' tile sizes
 _BELOW_ZERO = -16.0  # a bias with which no logit reaches zero
 _EOS, _PAD = 3, 1
 
@@ -48,7 +48,7 @@ class Case(NamedTuple):
     tolerance: float = _LIST_TOLERANCE
 
     def check(self, device: torch.device) -> None:
-        """AssertionError if the kernel and plain PyTorch return or write different numbers."""
+        """Raise AssertionError if kernel and plain PyTorch return or write different numbers."""
         op = operator(self.name)
         ours, theirs = self._on(device), self._on(device)
         result = op(**ours)
@@ -62,7 +62,7 @@ class Case(NamedTuple):
                 _require(got == want, f"{got} instead of {want}")
 
     def _on(self, device: torch.device) -> dict[str, Any]:
-        """Copies of the arguments there; strides stay as they are."""
+        """Return copies of the arguments on a device, with the same strides."""
 
         def copied(leaf: Any) -> Any:
             return leaf.to(device, copy=True) if isinstance(leaf, Tensor) else leaf
@@ -71,13 +71,13 @@ class Case(NamedTuple):
         for name in ("exps", "gradients"):
             kept = call.get(name)
             if device.type == "cpu" and kept is not None and kept.dtype == torch.float16:
-                call[name] = kept.float()  # on a CPU nothing multiplies float16 fast
+                call[name] = kept.float()  # CPUs multiply float16 slowly
         return call
 
 
 @functools.cache
 def cases() -> dict[str, list[Case]]:
-    """All calls, by operator, with the same numbers every time."""
+    """Return all calls, by operator, with the same numbers every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         found: dict[str, list[Case]] = {}
@@ -87,30 +87,30 @@ def cases() -> dict[str, list[Case]]:
 
 
 def outcome(name: str, device: torch.device, before: Callable[[], object] = object) -> str:
-    """OK, or what is wrong with an operator there; something may be done before every call."""
+    """Return OK, or what is wrong with an operator on a device; `before` runs before each call."""
     calls = cases().get(name, [])
     for number, case in enumerate(calls, 1):
         before()
         try:
             case.check(device)
-        except Exception as error:  # a report names every failure, whatever it is
+        except Exception as error:  # a report names failures of any kind
             return f"{words(error)} (call {number} of {len(calls)})"
     return OK if calls else "there is no call of it in the self-test"
 
 
 def words(error: Exception) -> str:
-    """An error on one line."""
+    """Return the text of an error on one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _require(condition: bool, words: str) -> None:
-    """`assert`, under python -O as well."""
+    """Raise AssertionError if a condition is false, under python -O as well."""
     if not condition:
         raise AssertionError(words)
 
 
 def _require_close(got: Tensor, want: Tensor, tolerance: float) -> None:
-    """torch.testing.assert_close takes a second to import."""
+    """Compare two tensors. The import of torch.testing.assert_close would take a second."""
     _require((got.shape, got.dtype) == (want.shape, want.dtype), f"{got.dtype}{[*got.shape]}")
     error = (got.double() - want.double()).abs()
     close = error <= tolerance * (1 + want.double().abs())
@@ -121,10 +121,10 @@ def _require_close(got: Tensor, want: Tensor, tolerance: float) -> None:
 
 
 def _accept_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Check the tokens of a call of the head or of steps; then both calls are of these tokens.
+    """Check the tokens of a call of the head or of steps, then give both calls these tokens.
 
-    They are the largest logits, or samples, of the hidden states that were found. To be those of
-    plain PyTorch is too much to ask, where sums in another order decide.
+    They have to be the largest logits, or samples, of the kernel's own hidden states. They may
+    differ from plain PyTorch's if sums in another order decide between two tokens.
     """
     tokens, active, uniforms = ours["tokens"], ours.get("active"), ours["uniforms"]
     if steps := "states" in ours:
@@ -154,8 +154,8 @@ def _accept_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
 
 
 def _check_feedback(call: dict[str, Any], active: Tensor | None) -> None:
-    """The rule by which steps are fed, and rows end; `active`, as it was before, becomes what it is
-    to be after."""
+    """Check by which tokens steps are fed, and where rows end; update `active` from its value
+    before the call to the one expected after it."""
     fed = call["tokens"][:-1]
     if call["teacher"] is not None:
         fed = torch.where(call["teacher_mask"][1:], call["teacher"][1:], fed)
@@ -171,7 +171,7 @@ def _check_feedback(call: dict[str, Any], active: Tensor | None) -> None:
 
 
 def _lists(*main_dtypes: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Main gradients of these dtypes and gradients of each, some of them transposed."""
+    """Return main gradients of these dtypes and gradients for each, some of them transposed."""
     main_grads, grads = [], []
     for main_dtype, dtype in product(main_dtypes, _DTYPES):
         shapes = ((), (0,), (7,), (4100,), (65, 33))
@@ -223,7 +223,7 @@ def _decoder_cases() -> Iterator[Case]:
         yield _product_case("head_objective", operand, _objective(operand, 9))
         for kind in range(len(_GATES)):
             yield _product_case("rnn_backward", operand, _backward(operand, kind, 9))
-        # A GPU takes windows in half precision whole: tiles of 8, 16, 32 and 64 rows, no more.
+        # A GPU runs half-precision windows of up to 64 rows in one kernel: tiles of 8, 16, 32, 64.
         batches = (5, 9, 17, 33, 65) if operand.itemsize == 2 else (9, 33)
         for i, batch in enumerate(batches):
             yield _product_case("rnn_backward", operand, _backward(operand, i % 4, batch))
@@ -266,7 +266,7 @@ def _head(operand: torch.dtype, rows: int, sampled: bool) -> dict[str, Any]:
 
 
 def _objective(operand: torch.dtype, rows: int) -> dict[str, Any]:
-    """Of a teacher with a head of its own and probabilities of words, some of them twice."""
+    """Return the objective of a teacher with its own head and word probabilities, some twice."""
     head, sums = _head(operand, rows, sampled=True), _sums(operand)
     shared = ("hidden", "weight", "bias", "targets", "temperature", "logit_rows", "tokens")
     return {name: head[name] for name in shared} | {
@@ -281,7 +281,7 @@ def _objective(operand: torch.dtype, rows: int) -> dict[str, Any]:
 
 
 def _greedy(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[str, Any]:
-    """Steps that are fed their own tokens, the targets as well."""
+    """Return steps that are fed their own tokens, which are also the targets."""
     sums, gates = _sums(operand), _GATES[kind] * _UNITS
     cell = []
     for layer in range(layers):
@@ -307,9 +307,9 @@ def _greedy(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[st
 
 
 def _mixed(operand: torch.dtype, kind: int, layers: int, batch: int) -> dict[str, Any]:
-    """Steps that are fed samples and a teacher's tokens, with dropout; some rows end."""
+    """Return steps that are fed samples and a teacher's tokens, with dropout; some rows end."""
     shape, call = (_STEPS, batch), _greedy(operand, kind, layers, batch)
-    call["head_bias"][_EOS] += 4  # so that it is drawn
+    call["head_bias"][_EOS] += 4  # so that the end token is drawn
     return call | {
         "dropout_masks": [None, torch.rand(_STEPS, layers - 1, batch, _UNITS) < 0.5, None],
         "dropout_scales": [2.0] * 3,
@@ -345,7 +345,7 @@ def _backward(operand: torch.dtype, kind: int, batch: int) -> dict[str, Any]:
 
 
 def _cases_of_the_cpu() -> Iterator[Case]:
-    """Operators that have compiled kernels for the CPU alone."""
+    """Yield calls of operators that have compiled kernels for the CPU alone."""
     for operand in _DTYPES:
         head = _head(operand, 9, sampled=True)
         sums = head["hidden"].dtype

@@ -2,9 +2,9 @@
 
 A kernel that was compiled for a GPU may still be wrong there, crash, or never end. So none runs in
 a user's process before the self-test (_self_test.py) has passed on such a device, in a process that
-may come to harm. The process names each operator before it tries it. Where it dies, or is silent
-for too long, another one goes on without that operator. The verdict is kept beside the libraries
-that were compiled on first use, in a folder of this user (_cache.py).
+may crash. That process names each operator before it tries it. If it dies, or is silent for too
+long, another process goes on without that operator. The verdict is kept beside the libraries that
+were compiled on first use, in a folder of this user (_cache.py).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from accumext.backends._self_test import OK
 
 Outcomes = dict[str, str]  # by operator: OK, or what went wrong
 
-START_S = 120.0  # to import torch, a minute where its files lie far away, and to find the GPU
+START_S = 120.0  # to import torch, a minute from a slow disk, and to find the GPU
 CALL_S = 60.0  # a driver that compiles a kernel for a newer GPU may take half of that
-TOTAL_S = 300.0  # for all operators: no program is held up for longer, whatever hangs
-_END_S = 10.0  # a process that the driver does not let go is left to itself
+TOTAL_S = 300.0  # for all operators: no program waits longer, whatever hangs
+_END_S = 10.0  # if the driver does not let a process end, it is left behind
 _FILE = "verdict.json"
-_UNTESTED = "not tested"  # how it begins where a process cannot; that verdict is not kept
-# Where modules lie comes first: before, the working folder could hold one of the same name.
+_UNTESTED = "not tested"  # begins the outcome if no process can start; not kept
+# The search path is set first: the working folder could hold a module of the same name.
 _CHILD = """import sys
 sys.path[:] = sys.argv[1].split("\\n")
 from accumext.backends import _verify
@@ -48,16 +48,16 @@ _verify.serve(*sys.argv[2:])"""
 def verdicts(
     library: Path, kind: str, tell: Callable[[str], None], *, anew: bool
 ) -> dict[torch.device, Outcomes]:
-    """The outcomes on each device that this process sees, kept or, if `anew`, found. Devices that
-    differ in number alone share them.
+    """Return the outcomes on each device that this process sees, from the cache or by a test.
+    Devices that differ in their number only share the outcomes.
 
-    Nothing here has such a device do anything, or waits for it: a CUDA graph may be in the making.
+    Nothing here uses a device in this process, or waits for it: a CUDA graph may be recording.
 
     Args:
         library: its path.
         kind: "cpu" or "cuda".
         tell: is called with a line when something begins that takes seconds.
-        anew: whether to try again what is known.
+        anew: whether to repeat tests whose outcome is known.
     """
     known: dict[str, Outcomes] = {}
     result = {}
@@ -67,14 +67,14 @@ def verdicts(
         if key not in known:
             try:
                 known[key] = trial.verdict(key, tell, anew)
-            except (OSError, RuntimeError) as error:  # there is no folder that can be written to
+            except (OSError, RuntimeError) as error:  # no folder can be written to
                 known[key] = dict.fromkeys(trial.names, f"{_UNTESTED}: {error}")
         result[device] = known[key]
     return result
 
 
 def failures(verdicts: dict[torch.device, Outcomes]) -> dict[str, set[torch.device]]:
-    """The operators that failed, and where."""
+    """Return the operators that failed, with the devices on which they did."""
     failed: dict[str, set[torch.device]] = {}
     for device, outcomes in verdicts.items():
         for name, outcome in outcomes.items():
@@ -84,8 +84,8 @@ def failures(verdicts: dict[torch.device, Outcomes]) -> dict[str, set[torch.devi
 
 
 def described(verdicts: dict[torch.device, Outcomes]) -> str:
-    """Where operators failed, which and how, and what can be done."""
-    parts: dict[str, None] = {}  # each once
+    """Describe on which devices which operators failed, how, and what can be done."""
+    parts: dict[str, None] = {}  # an ordered set
     for device, outcomes in verdicts.items():
         failed = {name: outcome for name, outcome in outcomes.items() if outcome != OK}
         words = ", ".join(f"{name} ({outcome})" for name, outcome in failed.items())
@@ -102,7 +102,7 @@ def name_of(device: torch.device) -> str:
 
 
 def _devices(kind: str) -> list[torch.device]:
-    """Those that this process sees, the current one first."""
+    """Return the devices that this process sees, the current one first."""
     if kind == "cpu":
         return [torch.device(kind)]
     current = torch.cuda.current_device()
@@ -116,7 +116,7 @@ def _machine(device: torch.device) -> list[str]:
         return [device.type]
     gpu, cuda = torch.cuda.get_device_properties(device), ctypes.c_int()
     facts = [gpu.name, gpu.major, gpu.minor, gpu.multi_processor_count]
-    with contextlib.suppress(OSError):  # which CUDA the driver is for, and its release
+    with contextlib.suppress(OSError):  # the driver's CUDA version, and its release
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(cuda))
         facts.append(cuda.value)
         facts.append(Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
@@ -131,13 +131,13 @@ class _Trial(NamedTuple):
     device: torch.device
 
     def key(self) -> str:
-        """The name of the verdict's folder: a digest of all that it depends on."""
+        """Return the name of the verdict's folder: a digest of all that it depends on."""
         files = (self.library, Path(_self_test.__file__))
         facts = [*map(_cache.sha256, files), torch.__version__, *_machine(self.device)]
         return f"verdict-{_build.digest(facts)}"
 
     def verdict(self, key: str, tell: Callable[[str], None], anew: bool) -> Outcomes:
-        """Kept, or found by one of the processes that want it at once, while the others wait."""
+        """Return the cached outcomes, or test: one process does, others that want them wait."""
         root, _ = _cache.open_cache()
         known = None if anew else _kept(root, key)
         if known is None:
@@ -153,7 +153,7 @@ class _Trial(NamedTuple):
         return known
 
     def outcomes(self) -> Outcomes:
-        """Those of all operators, by as many processes as it takes."""
+        """Return the outcomes of all operators, from as many processes as it takes."""
         found: Outcomes = {}
         give_up = time.monotonic() + TOTAL_S
         while left := [name for name in self.names if name not in found]:
@@ -166,7 +166,7 @@ class _Trial(NamedTuple):
         return found
 
     def _messages(self, names: Sequence[str], give_up: float) -> Iterator[tuple[str, str]]:
-        """Operators and their outcomes, by one process; without a name, why it cannot begin."""
+        """Yield operators and outcomes from one process; an empty name: why it cannot start."""
         facts = json.dumps([str(self.library), str(self.device), _machine(self.device), names])
         trying, limit = "", START_S
         try:
@@ -195,7 +195,7 @@ def _kept(root: Path, key: str) -> Outcomes | None:
 
 
 def _keep(outcomes: Outcomes, folder: Path) -> None:
-    """Where that fails, they are found again by the next process."""
+    """Cache outcomes; if that fails, the next process tests again."""
     with contextlib.suppress(OSError), _cache.workshop(folder) as workshop:
         file = workshop / _FILE
         file.write_text(json.dumps(outcomes), encoding="utf-8")
@@ -204,7 +204,7 @@ def _keep(outcomes: Outcomes, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _process(facts: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection, IO[bytes]]]:
-    """The process that tries kernels, what it sends, and its stderr; it ends here at the latest."""
+    """Start a process that tries kernels; yield it, its messages and stderr. Kill it at the end."""
     if getattr(sys, "frozen", False):
         raise OSError("a frozen program has no Python to start")
     receiver, sender = Pipe(duplex=False)
@@ -213,12 +213,12 @@ def _process(facts: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection, 
             search = "\n".join(map(str, sys.path))
             process = subprocess.Popen(
                 [sys.executable, "-c", _CHILD, search, str(sender.fileno()), facts],
-                env=os.environ | {"ACCUMEXT_BACKEND": "reference"},  # it loads one, by its path
+                env=os.environ | {"ACCUMEXT_BACKEND": "reference"},  # it loads one library, by path
                 pass_fds=[sender.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=said,
-                start_new_session=True,  # Ctrl-C reaches this process, which ends the other
+                start_new_session=True,  # Ctrl-C reaches only this process, which kills the other
             )
         try:
             yield process, receiver, said
@@ -243,9 +243,9 @@ def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> str:
 
 
 def serve(connection: str, facts: str) -> None:
-    """Try operators: each is sent before every call, and with its outcome after the last."""
-    signal.alarm(int(START_S + TOTAL_S))  # should nobody be there any more who ends it
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # to write all memory down would take long
+    """Try operators: send the name before every call, and with its outcome after the last."""
+    signal.alarm(int(START_S + TOTAL_S))  # in case the parent is gone
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core dump would take long
     sender = Connection(int(connection), readable=False)
     library, name, machine, names = json.loads(facts)
     device = torch.device(name)
@@ -254,7 +254,7 @@ def serve(connection: str, facts: str) -> None:
             raise RuntimeError(f"{device} is another device in another process")
         torch.ops.load_library(library)
         _use(device)
-        torch.set_float32_matmul_precision("highest")  # environments of containers may lower it
+        torch.set_float32_matmul_precision("highest")  # containers may lower it by a variable
     except Exception as error:
         sender.send(("", _self_test.words(error)))
         return
@@ -262,10 +262,10 @@ def serve(connection: str, facts: str) -> None:
         sender.send((name, _self_test.outcome(name, device, partial(sender.send, (name, "")))))
         try:
             _use(device)
-        except RuntimeError:  # a kernel has crashed: the next operator needs another process
+        except RuntimeError:  # a kernel crashed: the next operator needs a new process
             return
 
 
 def _use(device: torch.device) -> None:
-    """RuntimeError if the device cannot be used, or no longer."""
+    """Raise RuntimeError if the device cannot be used, for instance after a crash of a kernel."""
     torch.zeros((), device=device).item()

@@ -1,4 +1,4 @@
-// Memory that arguments of a call share: no other argument may touch what a kernel writes.
+// Memory that arguments of a call share: no argument may overlap another one that is written.
 #pragma once
 
 #include <cstdint>
@@ -89,7 +89,7 @@ inline bool share_memory(const std::vector<Span>& spans) {
   });
 }
 
-// Tells whether a main gradient shares memory with another one or with a gradient not itself.
+// Tells whether a main gradient shares memory with another one, or with a gradient but itself.
 inline bool share_memory(const std::vector<Pair>& pairs) {
   std::vector<Range> ranges;
   ranges.reserve(pairs.size());

@@ -1,5 +1,5 @@
-// The tensors of a call as kernels see them, checked. The broken contract is not named here: the
-// Python function asks accumext/tensors/checks.py, so that every backend gives the same sentence.
+// The tensors of a call as kernels see them, checked. Errors are not described here: the Python
+// function gets the text from accumext/tensors/checks.py, so that all backends give the same one.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>
@@ -96,7 +96,7 @@ class Arguments {
     return numbered;
   }
 
-  // Written memory may be that of no other argument, but for a main gradient that is its own
+  // Requires that written memory belongs to no other argument, unless a main gradient is its own
   // gradient.
   static void require_apart(const std::vector<Pair>& pairs, const Scalar& factor,
                             const float* found_inf) {
@@ -109,18 +109,18 @@ class Arguments {
     require(!meets(flag, number) && !share_memory(pairs));
   }
 
-  // The same where seed and flag are only read.
+  // The same if seed and flag are only read.
   static void require_apart(const std::vector<Pair>& pairs, const int64_t* seed,
                             const float* found_inf) {
     const Cell flag{found_inf, Dtype::kFloat};
-    const Cell number{seed, Dtype::kDouble};  // of as many bytes
+    const Cell number{seed, Dtype::kDouble};  // int64_t has as many bytes
     for (const Pair& pair : pairs) {
       require(!meets(number, main_place(pair)) && !meets(flag, main_place(pair)));
     }
     require(!share_memory(pairs));
   }
 
-  // Of tensors that are only read.
+  // The same for tensors that are only read.
   static void require_apart(const std::vector<Span>& spans, const Scalar& factor,
                             const float* found_inf) {
     const Cell flag{found_inf, Dtype::kFloat};
@@ -128,7 +128,7 @@ class Arguments {
     require(!meets(flag, Cell{factor.data, factor.dtype}));
   }
 
-  // Of tensors that are multiplied in place.
+  // The same for tensors that are multiplied in place.
   static void require_apart(const std::vector<Span>& spans, const Scalar& factor) {
     const Cell number{factor.data, factor.dtype};
     for (const Span& span : spans) require(!meets(number, place(span)));
@@ -151,7 +151,7 @@ class Arguments {
     require(*device_ == device);
   }
 
-  // Of the tensors collected; there must be one.
+  // The device of the collected tensors, of which there must be one.
   int32_t device_index() const { return device_->second; }
 
   Scalar scalar(double value) {
@@ -166,14 +166,14 @@ class Arguments {
     return {.data = tensor->data_ptr(), .dtype = dtype};
   }
 
-  // Null where no flag is wanted.
+  // Null if no flag is wanted.
   float* found_inf(const std::optional<Tensor>& tensor) {
     if (!tensor) return nullptr;
     require(dense_float(*tensor) == Dtype::kFloat && tensor->dim() == 0);
     return static_cast<float*>(tensor->data_ptr());
   }
 
-  // Null where none is given.
+  // Null if no seed is given.
   const int64_t* seed(const std::optional<Tensor>& tensor) {
     if (!tensor) return nullptr;
     require_dense(*tensor);
@@ -200,8 +200,8 @@ class Arguments {
     require(std::equal(sizes, sizes + dim, property(aoti_torch_get_sizes, b)));
   }
 
-  // Operand 0 must not overlap itself where it is written. An operand without a tensor is the
-  // number of the element in row-major order.
+  // Operand 0 must not overlap itself if it is written. An operand without a tensor is the number
+  // of the element in row-major order.
   template <int kOperands, int kTensors>
   static Layout<kOperands> layout(const TensorHandle* const (&operands)[kTensors], int64_t numel,
                                   bool written) {

@@ -1,5 +1,5 @@
-// Registering a kernel. TORCH_BOX would do, but for lists: it makes an object of every tensor of a
-// list, which for thousands of small tensors takes longer than the work on them.
+// The registration of a kernel. TORCH_BOX makes an object of every tensor of a list, which takes
+// longer for thousands of small tensors than the work on them.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -33,9 +33,9 @@ class TensorHandle {
   AtenTensorHandle tensor_;
 };
 
-// A Tensor[] argument. It owns its tensors, and for the whole call: a list from the dispatcher
-// holds handles that are ours to delete, and where a tensor was made for this call (of one with the
-// negative or conjugate bit the dispatcher makes a plain copy) nobody else has any.
+// A Tensor[] argument. It owns its tensors for the whole call, since the handles in a list from the
+// dispatcher belong to the kernel. It may be the only owner: of a tensor with the negative or
+// conjugate bit the dispatcher makes a plain copy for this call.
 class TensorList {
  public:
   explicit TensorList(StableListHandle list) {

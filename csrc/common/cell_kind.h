@@ -6,8 +6,8 @@
 
 namespace accumext {
 
-// Pre-activations of a unit that a backward pass wants: r, z, n's part of x and n's part of h of a
-// GRU; i, f, g, o of an LSTM.
+// The number of pre-activations of a unit that a backward pass reads. GRU: r, z, and n's parts of x
+// and of h; LSTM: i, f, g, o.
 constexpr int64_t kPreActivations = 4;
 
 inline CellKind cell_kind(int64_t kind) {

@@ -8,7 +8,7 @@
 
 namespace accumext {
 
-// Elements: enough to hide a block's start, few enough to share the work.
+// Elements: enough to hide the start of a block, few enough to balance the work.
 constexpr int64_t kChunkSize = 65536;
 
 // Elements [begin, end) of one tensor of the list.

@@ -13,7 +13,7 @@ namespace accumext {
 // Dropout at one place.
 struct Dropout {
   std::optional<Tensor> mask;  // bool: elements that are kept; nothing: all
-  double scale;                // of these
+  double scale;                // factor of these
 };
 
 // The arguments of the operator; accumext/decoder/_operators.py says what each is.
@@ -45,8 +45,8 @@ struct DecodeCall {
   std::optional<Tensor> pre;  // [L, T, B, 4 H], of a GRU or LSTM on a CPU
 };
 
-// The operator, by a Decoding<T> of the call for sums in T, whose run() says how many rows the head
-// was given.
+// The operator: makes a Decoding<T> of the call for sums in T; its run() returns the number of rows
+// that went through the head.
 template <template <typename> class Decoding>
 int64_t decode_steps(Tensor table, TensorList cell, TensorList states, int64_t kind,
                      std::vector<std::optional<Tensor>> dropout_masks,

@@ -1,4 +1,4 @@
-// Where the elements of tensors of one shape lie, as few nested dimensions as describe it.
+// The places of the elements of tensors of one shape, described by as few dimensions as possible.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@ struct Dim {
 template <int kOperands>
 using Layout = std::vector<Dim<kOperands>>;
 
-// Order the dimensions by the first operand's strides, which its memory likes best, and join those
-// that every operand steps through as one.
+// Sorts the dimensions by the first operand's strides, for the best access to its memory, and joins
+// those that every operand steps through as one.
 template <int kOperands>
 Layout<kOperands> simplified(Layout<kOperands> dims) {
   std::erase_if(dims, [](const Dim<kOperands>& dim) { return dim.size == 1; });

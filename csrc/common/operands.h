@@ -53,7 +53,7 @@ struct NumberedPair {
 struct Scalar {
   const void* data = nullptr;
   Dtype dtype = Dtype::kDouble;
-  double value = 1.0;  // where data is null
+  double value = 1.0;  // if data is null
 };
 
 template <typename Operand>
@@ -72,7 +72,7 @@ inline Span grad_of(const Pair& pair) {
   return {const_cast<void*>(pair.grad), pair.grad_dtype, pair.numel, simplified(std::move(dims))};
 }
 
-// In which norms of these operands are reported: float64 if any of them is, else float32.
+// The dtype in which norms of these operands are reported: float64 if one of them is, else float32.
 template <typename Operand>
 Dtype norm_dtype(const std::vector<Operand>& operands, Dtype Operand::* dtype) {
   for (const Operand& operand : operands) {

@@ -1,6 +1,6 @@
-// Memory that elements share: those of one strided tensor, and those of two. The answers are those
-// of accumext/tensors/memory_overlap.py, which says where they may be yes although nothing is
-// shared.
+// Tells whether elements share memory: within one strided tensor, or between two. The answers are
+// those of accumext/tensors/memory_overlap.py, which says in which cases they may be yes although
+// nothing is shared.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 
 namespace accumext {
 
-// Tells whether two elements of an operand may share an address. They do not where, ordered by
-// stride, each dimension steps over all that smaller ones reach.
+// Tells whether two elements of an operand may share an address. They do not if, in the order of
+// strides, each dimension steps over all that smaller ones reach.
 template <int kOperands>
 bool overlaps_itself(Layout<kOperands> dims, int operand) {
   std::sort(dims.begin(), dims.end(), [operand](const Dim<kOperands>& a, const Dim<kOperands>& b) {
@@ -32,17 +32,17 @@ bool overlaps_itself(Layout<kOperands> dims, int operand) {
   return false;
 }
 
-// Where the elements of a tensor lie: sum of index * stride, from its address on.
+// The places of a tensor's elements: its address plus the sum of index * stride.
 struct Lattice {
   int64_t address;
   int64_t extent;            // bytes from the first element to the end of the last
   std::vector<Dim<1>> dims;  // those that move: strides > 0, in bytes
 };
 
-// Tells whether any byte may belong to an element of both. Wherever the dimensions are divided, the
-// inner ones of a tensor lie within one block. The outer ones of both move blocks by multiples of
-// the greatest common divisor of their strides: the tensors are apart if their blocks are, at every
-// such multiple.
+// Tells whether any byte may belong to an element of both. For any division into inner and outer
+// dimensions, the inner ones span one block of memory. The outer ones of both tensors move blocks
+// by multiples of the greatest common divisor of their strides: the tensors are apart if their
+// blocks are, at every such multiple.
 inline bool share_memory(const Lattice& a, const Lattice& b) {
   if (b.address < a.address) return share_memory(b, a);
   const int64_t distance = b.address - a.address;
@@ -72,7 +72,7 @@ struct Range {
   int64_t owner;  // as the caller numbers the tensors
 };
 
-// The ranges of what a call writes: finds those that meet, without looking at all pairs of them.
+// The ranges that a call writes: finds overlapping ones without looking at all pairs.
 class WrittenRanges {
  public:
   explicit WrittenRanges(std::vector<Range> ranges) : ranges_(std::move(ranges)) {
@@ -85,7 +85,7 @@ class WrittenRanges {
     }
   }
 
-  // Tells whether predicate(owner, owner) holds for any two whose ranges meet.
+  // Tells whether predicate(owner, owner) holds for any two owners whose ranges overlap.
   template <typename Predicate>
   bool any_pair(const Predicate& predicate) const {
     if (apart_) return false;
@@ -97,8 +97,8 @@ class WrittenRanges {
     return false;
   }
 
-  // Tells whether predicate(owner) holds for any whose range meets this one. Quickest where calls
-  // come in the order of addresses.
+  // Tells whether predicate(owner) holds for any owner whose range overlaps this one. Quickest if
+  // calls come in the order of addresses.
   template <typename Predicate>
   bool any_meeting(const Range& range, const Predicate& predicate) {
     if (begin_of(next_) < range.end) ++next_;
@@ -123,8 +123,8 @@ class WrittenRanges {
   }
 
   std::vector<Range> ranges_;  // by their begin
-  bool apart_ = true;          // no two meet
-  int64_t next_ = 0;           // the first that begins behind the last range that was asked about
+  bool apart_ = true;          // no two overlap
+  int64_t next_ = 0;           // the first range that begins behind that of the last query
 };
 
 }  // namespace accumext

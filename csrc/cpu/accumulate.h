@@ -1,4 +1,4 @@
-// Accumulating a list of gradients, for accumulate_ and for the clipped micro-batch.
+// The accumulation of a list of gradients, for accumulate_ and for the clipped micro-batch.
 #pragma once
 
 #include <vector>

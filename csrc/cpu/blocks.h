@@ -14,7 +14,7 @@
 namespace accumext::cpu {
 namespace {
 
-// Goes through elements in memory order and knows their offsets in each operand.
+// Visits elements in memory order, with their offsets in each operand.
 template <int kOperands>
 class Walker {
  public:
@@ -47,7 +47,7 @@ class Walker {
 
   int64_t offset(int operand) const { return offset_[operand]; }
 
-  // At most to the end of the run.
+  // Goes on by `count` elements, at most to the end of the run.
   void advance(int64_t count) {
     int64_t d = last_;
     step(d, count);
@@ -80,9 +80,9 @@ struct Numbers {
   int64_t operator[](int64_t offset) const { return first + offset; }
 };
 
-// body(count, data...) for the next `left` elements, kBlock at a time. Where a whole block lies
-// together, count is a constant. Other blocks are gathered, filled up with zeros, and put back.
-// Data: pointers, or Numbers, which are gathered like elements and then come as a pointer, too.
+// Calls body(count, data...) for the next `left` elements, kBlock at a time. If a whole block is
+// contiguous, count is a constant. Other blocks are gathered, padded with zeros, and scattered
+// back. Data: pointers, or Numbers, which are gathered like elements and also become a pointer.
 template <int kBlock, typename Body, typename... Data>
 [[gnu::always_inline]] inline void for_each_block(Walker<sizeof...(Data)>& walker, int64_t left,
                                                   const Body& body, Data... data) {

@@ -128,8 +128,8 @@ bool all_finite(const Span& span, const Chunk& chunk) {
   return probes.finite();
 }
 
-// A finite total proves every element finite, except where large ones count for nothing; it is
-// looked at only where there is no such proof.
+// A finite total proves every element finite, unless the norm ignores large ones; elements are
+// tested only without this proof.
 //
 //   reads   grad, scalar_t, [end - begin]
 template <typename scalar_t, NormKind kKind>

@@ -22,7 +22,7 @@ using Narrow = Narrowing<kFormat<source_t>, kFormat<target_t>>;
 
 constexpr int kRoundedBlock = 256;  // elements: random bits are ready before they are needed
 
-// Vectors are written past the caches, if so wished, where the target is aligned to them.
+// Vectors are written past the caches, if requested and if the target is aligned to them.
 template <typename T>
 bool is_streamed(const Rounding& how, const T* target) {
   return how.streamed && reinterpret_cast<uintptr_t>(target) % kVectorBytes == 0;
@@ -37,7 +37,7 @@ template <typename T, typename V>
   }
 }
 
-// To nearest; the bits as they are where the dtypes are the same.
+// Rounds to nearest; if the dtypes are the same, copies the bits.
 //
 //   reads   source, source_t, [end - begin]
 //   writes  target, target_t, [end - begin]
@@ -67,7 +67,7 @@ void copy_nearest(const Pair& pair, const Chunk& chunk, const Rounding& how) {
   if (streamed) finish_streaming();
 }
 
-// One element, also beyond the target's largest finite number and of inf and NaN: to nearest.
+// Rounds one element; inf, NaN and what exceeds the target's largest finite number to nearest.
 template <typename target_t, typename source_t>
 [[gnu::always_inline]] inline target_t stochastically_rounded(source_t x, uint32_t random) {
   using From = Narrow<target_t, source_t>;
@@ -90,15 +90,15 @@ template <typename V>
   return all != 0;
 }
 
-// A block of float elements that are normal in the target. False if some are not, and `target` is
-// then to be written again.
+// Rounds a block of float elements that are normal in the target. Returns false if some are not;
+// then `target` has to be written again.
 template <typename target_t>
 [[gnu::always_inline]] inline bool round_normal(target_t* target, const float* source,
                                                 const uint16_t* high, bool streamed) {
   using From = Narrow<target_t, float>;
   constexpr int kSize = kVectorBytes / sizeof(float);
   using V = Vector<uint32_t, kSize>;
-  V farthest{};  // from kLeastNormal, of all elements
+  V farthest{};  // the largest distance from kLeastNormal
   for (int i = 0; i < kRoundedBlock; i += kSize) {
     const V x = raw<V>(source + i);
     const V magnitude = x & 0x7fffffffu;
@@ -111,7 +111,7 @@ template <typename target_t>
   return !any(farthest > splat<uint32_t, kSize>(From::kLargest - From::kLeastNormal));
 }
 
-// A block of elements of any kind.
+// Rounds a block of elements of any kind.
 template <typename target_t, typename source_t>
 [[gnu::always_inline]] inline void round_any(target_t* target, const source_t* source,
                                              const uint16_t* high, const uint16_t* low) {

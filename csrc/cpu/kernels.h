@@ -1,5 +1,5 @@
-// The inner loops of the CPU kernels, compiled once for each instruction set: what the processor
-// has is known only when they run.
+// The inner loops of the CPU kernels, compiled once for each instruction set: which one the
+// processor has is known only at run time.
 #pragma once
 
 #include "common/chunks.h"
@@ -22,18 +22,18 @@ struct Rounding {
   bool streamed;        // write past the caches
 };
 
-// Each works on one chunk. A partial tells whether every grad is finite.
+// Each function works on one chunk. A partial tells whether every grad is finite.
 struct Kernels {
-  // The terms of |grad * inv_scale|.
+  // Returns the terms of |grad * inv_scale|.
   Partial (*norm)(const Span& grad, const Chunk& chunk, NormKind kind, double p, double inv_scale);
 
-  // Accumulates; the squares of what main_grad then holds.
+  // Accumulates; returns the squares of the new main_grad.
   Partial (*accumulate)(const Pair& pair, const Chunk& chunk, const Accumulation& how);
 
   // grad = grad * factor.
   void (*scale)(const Span& grad, const Chunk& chunk, double factor);
 
-  // Copies grad to main_grad. layout is looked at where there is a seed.
+  // Copies grad to main_grad. layout is read only if there is a seed.
   void (*copy_rounded)(const Pair& pair, const Layout<3>& layout, const Chunk& chunk,
                        const Rounding& how);
 };

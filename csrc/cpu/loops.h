@@ -1,4 +1,4 @@
-// The work of a CPU kernel, shared: chunks in parallel, each by the inner loops for this processor.
+// Shares the work of a CPU kernel: chunks in parallel, each by the inner loops for this processor.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -30,7 +30,7 @@ inline double value(const Scalar& scalar) {
   });
 }
 
-// Tells whether the main gradients outgrow the caches, so that nobody who reads them next could
+// Tells whether the main gradients are larger than the caches, so that the next reader could not
 // find them there.
 inline bool is_large(const std::vector<Pair>& pairs) {
   constexpr int64_t kElements = 4 << 20;
@@ -39,7 +39,7 @@ inline bool is_large(const std::vector<Pair>& pairs) {
   return elements >= kElements;
 }
 
-// f(chunk, its index) for every chunk. Threads get equal shares of the elements, give or take a
+// Calls f(chunk, its index) for every chunk. Threads get equal shares of the elements, up to a
 // chunk, not of the chunks: a list may begin with thousands of small tensors.
 template <typename F>
 void for_each_chunk(const std::vector<Chunk>& chunks, const F& f) {

@@ -29,7 +29,7 @@ Reduced reduce(const Norm<kKind>& norm, const std::vector<Chunk>& chunks, const 
 
 Reduced norm_of(const std::vector<Span>& grads, double p, double inv_scale);
 
-// norm into a new 0-dim tensor, and 1 into found_inf where an element was not finite.
+// Returns the norm in a new 0-dim tensor; writes 1 to found_inf if an element was not finite.
 Tensor report(const Reduced& result, Dtype dtype, float* found_inf);
 
 }  // namespace accumext::cpu

@@ -1,4 +1,4 @@
-// window_factors: the norm of the sums, if it is not there, and all that follows from it.
+// window_factors: the norm of the sums, unless it is given, and all that follows from it.
 #include "math/window_factors.h"
 
 #include <optional>
@@ -9,7 +9,7 @@
 namespace accumext::cpu {
 namespace {
 
-// A tensor's number, or the one in its place.
+// The number in a tensor, or the given one if there is no tensor.
 double number(Arguments& arguments, const std::optional<Tensor>& tensor, double otherwise) {
   return tensor ? value(arguments.scalar(tensor)) : otherwise;
 }
@@ -44,7 +44,7 @@ void window_factors_cpu(Tensor numbers, Tensor flags, TensorList sums, std::opti
                 .finite = number(arguments, overflow, 0.0) == 0.0};
   if (!norm) {
     found = norm_of(spans, 2.0, 1.0);
-    // As total_norm returns it.
+    // Rounded as total_norm returns it.
     if (norm_dtype(spans, &Span::dtype) == Dtype::kFloat) {
       found.norm = static_cast<float>(found.norm);
     }

@@ -1,5 +1,5 @@
 // The kernel that accumulates a list of gradients into main gradients. accumulate_ launches it and
-// finish_kernel; unscale_check_clip_accumulate_ launches norm_kernel, finish_kernel and it.
+// then finish_kernel; unscale_check_clip_accumulate_ norm_kernel, finish_kernel, and then this one.
 #pragma once
 
 #include "cuda/device.cuh"

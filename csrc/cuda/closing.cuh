@@ -6,7 +6,7 @@
 
 namespace accumext::cuda {
 
-// Where the numbers of a window come from, and where its factors go.
+// The sources of the numbers of a window, and the memory for its factors.
 struct Closing {
   Scalar unit, weight, scale, overflow, found_inf, finite;
   WindowRules rules;
@@ -14,7 +14,7 @@ struct Closing {
   float* flags = nullptr;     // [3]: 1 / factor, skip, found_inf
 };
 
-// By one thread. finite: whether all main gradients are, as far as the caller has looked.
+// Called by one thread. finite: whether all main gradients are finite, as far as the caller knows.
 __device__ inline void close_window(const Closing& closing, double norm, bool finite) {
   const WindowFactors factors =
       window_factors(norm, !finite || value(closing.overflow) != 0.0,

@@ -22,13 +22,13 @@ __device__ To bits(const From& x) {
   return result;
 }
 
-// Whose bits decide: of one tensor.
+// The source of the random bits of one tensor.
 struct Randomness {
   uint64_t seed;
   uint64_t tensor;
 };
 
-// Elements [first, first + kCount) of a tensor. Without a second neighbour, to nearest.
+// Rounds elements [first, first + kCount) of a tensor; without a second neighbour, to nearest.
 template <typename target_t, typename source_t, int kCount>
 __device__ Vector<target_t, kCount> stochastically_rounded(const Vector<source_t, kCount>& x,
                                                            const Randomness& random,
@@ -46,7 +46,7 @@ __device__ Vector<target_t, kCount> stochastically_rounded(const Vector<source_t
   Vector<target_t, kCount> result;
   uint32_t high[kCount], low[kCount] = {};
   random_halves(random.seed, random.tensor, 0, first, high);
-  // Vectors of what is the rule; for single elements, which are few, too, registers are too few.
+  // The usual case, in vectors. Single elements are few; code for them would need more registers.
   if constexpr (From::kFew && kCount > 1) {
     bool normal = true;
     for (int n = 0; n < kCount; ++n) {
@@ -59,7 +59,7 @@ __device__ Vector<target_t, kCount> stochastically_rounded(const Vector<source_t
       return result;
     }
   }
-  bool few = From::kFew;  // whether the high halves do
+  bool few = From::kFew;  // whether the high halves suffice
   for (int n = 0; n < kCount; ++n) few = few && magnitude(n) - kLeast <= kLargest;
   if (!few) random_halves(random.seed, random.tensor, 1, first, low);
   for (int n = 0; n < kCount; ++n) {
@@ -70,16 +70,16 @@ __device__ Vector<target_t, kCount> stochastically_rounded(const Vector<source_t
   return result;
 }
 
-// Of each multiprocessor where random bits are computed: 128 registers per thread.
+// Blocks of a multiprocessor if random bits are computed: 128 registers per thread.
 constexpr int kStochasticBlocks = 2;
 
-// target = round(source); the bits as they are where the dtypes are the same.
+// target = round(source); if the dtypes are the same, a copy of the bits.
 //
 //   grid    any                          block   kBlockSize threads, over a chunk at a time
 //   reads   source, any dtype, [chunk], once; seed; found_inf, or null
 //   writes  target, any dtype, [chunk], once; nothing at all if found_inf is not 0
 //   So 6 bytes per element of a float source and a half target. A target may be its source, hence
-//   no __restrict__ on them. With three operands (tensor_list.h), rounding is stochastic where the
+//   no __restrict__ on them. With three operands (tensor_list.h), rounding is stochastic if the
 //   target is narrower than the source; with two there is no seed.
 template <int kOperands>
 __global__ void __launch_bounds__(kBlockSize, kOperands == 3 ? kStochasticBlocks : kResidentBlocks)

@@ -1,5 +1,5 @@
-// The walk of CUDA kernels over their tensors: a block takes a chunk of one tensor, its threads
-// take vectors. No torch here.
+// The distribution of tensors over threads: a block takes a chunk of one tensor, its threads take
+// vectors. No torch here.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -41,8 +41,8 @@ __device__ int tensor_of(const Table<kOperands>& table, int64_t chunk) {
   return first;
 }
 
-// f(entry, chunk) for chunks [begin, end), by all threads of a block. Every tensor has a chunk, so
-// that only the first one's has to be searched for.
+// Calls f(entry, chunk) for chunks [begin, end), in all threads of a block. Every tensor has a
+// chunk, so only the tensor of the first chunk has to be searched for.
 template <int kOperands, typename F>
 __device__ void for_each_chunk(const Table<kOperands>& table, int64_t begin, int64_t end,
                                const F& f) {
@@ -55,7 +55,7 @@ __device__ void for_each_chunk(const Table<kOperands>& table, int64_t begin, int
   }
 }
 
-// Where a block's share of all chunks begins. Shares are contiguous and differ by one at most.
+// The begin of a block's share of all chunks. Shares are contiguous and differ by one at most.
 template <int kOperands>
 __device__ int64_t share(const Table<kOperands>& table, int64_t block) {
   return table.chunks * block / gridDim.x;
@@ -94,22 +94,22 @@ __device__ Offsets<kOperands> offsets_of(const Table<kOperands>& table,
 template <int kCount>
 struct Count {};
 
-// use(load(Count, at), at) for kCount elements at a time, kUnroll times in flight in each thread.
+// Calls use(load(Count, at), at) for kCount elements at a time; each thread has kUnroll in flight.
 template <int kCount, int kUnroll, typename At, typename Load, typename Use>
 __device__ void sweep(int times, const At& at, const Load& load, const Use& use) {
 #pragma unroll 1
   for (int first = threadIdx.x; first < times; first += kUnroll * kBlockSize) {
     decltype(at(0)) offsets[kUnroll];
-    // Set even where nothing is loaded: what keeps an older value keeps its registers, too.
+    // Set even if nothing is loaded: an older value would keep its registers, too.
     decltype(load(Count<kCount>(), at(0))) loaded[kUnroll] = {};
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int time = first + u * kBlockSize;
       offsets[u] = at(time);
       if constexpr (kCount > 1) {
-        // Beyond the end the thread's first vector once more: a branch around each load would have
-        // the compiler wait for one before it issues the next, and another thread's vector may be
-        // stored by now.
+        // Beyond the end, the thread's first vector is loaded again. With a branch around each load
+        // the compiler would wait for one before it issues the next; and the vector must be the
+        // thread's own, since other threads may have stored theirs.
         loaded[u] = load(Count<kCount>(), at(time < times ? time : first));
       } else {
         if (time < times) loaded[u] = load(Count<kCount>(), offsets[u]);
@@ -122,16 +122,15 @@ __device__ void sweep(int times, const At& at, const Load& load, const Use& use)
   }
 }
 
-// Elements of one vector: kVectorBytes of the largest type. More of them, and a thread would take
-// two accesses for its part of that operand, each of which leaves half of every 32-byte sector to
-// the other.
+// Elements of one vector: kVectorBytes of the largest type. With more of them, a thread would need
+// two accesses to that operand, each of which uses only half of every 32-byte sector.
 template <typename... scalar_t>
 constexpr int kWidth = kVectorBytes / std::max({sizeof(scalar_t)...});
 
 // Vectors in flight in each thread: at least 64 bytes, so that kResidentBlocks cover the latency of
-// the memory. An H200's (4.8 TB/s, 132 multiprocessors, about 0.8 us) asks for 29 kB, and has 64. A
-// power of two, which divides a chunk; not of doubles, which would need more registers than there
-// are, so that a load had to wait for another.
+// the memory. An H200 (4.8 TB/s, 132 multiprocessors, about 0.8 us) needs 29 kB, and gets 64. It is
+// rounded up to a power of two, which divides a chunk; but not for doubles, since a thread would
+// need more registers than it has, and a load would have to wait for another.
 template <typename... scalar_t>
 constexpr unsigned kLeastInFlight = (64 - 1) / (kWidth<scalar_t...> * (sizeof(scalar_t) + ...)) + 1;
 
@@ -140,9 +139,9 @@ constexpr int kInFlight =
     std::max({sizeof(scalar_t)...}) == sizeof(double) ? kLeastInFlight<scalar_t...>
                                                       : std::bit_ceil(kLeastInFlight<scalar_t...>);
 
-// Walks a chunk with the threads of a block: load(Count, offsets) returns what is read of so many
-// consecutive elements, use(loaded, offsets) does the rest. A dense tensor moves in vectors if they
-// are `aligned` in every operand; its head and tail, and any other tensor, one element per thread.
+// Processes a chunk with the threads of a block: load(Count, offsets) reads so many consecutive
+// elements, use(loaded, offsets) computes and writes. A dense tensor moves in vectors if they are
+// `aligned` in every operand; its head and tail, and any other tensor, one element per thread.
 template <int kUnroll, typename... scalar_t, int kOperands, typename Load, typename Use>
 __device__ void walk(const Table<kOperands>& table, const Entry<kOperands>& entry, int64_t chunk,
                      bool aligned, const Load& load, const Use& use) {
@@ -169,7 +168,7 @@ __device__ void walk(const Table<kOperands>& table, const Entry<kOperands>& entr
 // --- elements ----------------------------------------------------------------------------------
 
 // Consecutive elements, moved in accesses of up to kVectorBytes. They stay packed until they are
-// used, because two halves apart would take two registers.
+// used, because two separate halves would take two registers.
 template <typename scalar_t, int kCount>
 class alignas(std::min<int64_t>(kCount * sizeof(scalar_t), kVectorBytes)) Vector {
  public:
@@ -190,8 +189,8 @@ class alignas(std::min<int64_t>(kCount * sizeof(scalar_t), kVectorBytes)) Vector
   word_t words_[kBytes / sizeof(word_t)];
 };
 
-// The data of an operand. The compiler is told the address space, as it cannot tell from a pointer
-// that comes out of memory.
+// The data of an operand. The address space is stated, as the compiler cannot infer it for a
+// pointer that is loaded from memory.
 template <typename scalar_t, int kOperands>
 __device__ scalar_t* data_of(const Entry<kOperands>& entry, int operand) {
 #ifdef __CUDA_ARCH__

@@ -6,7 +6,7 @@
 namespace accumext::cuda {
 
 struct DeviceLimits {
-  int blocks;            // that run at the same time, one on each multiprocessor; 0: none can
+  int blocks;            // that can run at the same time, one on each multiprocessor; 0: none
   int64_t shared_bytes;  // dynamic shared memory of a block
   int64_t l2_bytes;
   int capability;  // 80 for 8.0

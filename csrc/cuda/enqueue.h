@@ -1,4 +1,4 @@
-// Where the kernels of a call go: its device and current stream. Every kernel is launched here.
+// The device and current stream of a call. Every kernel is launched here.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -39,8 +39,8 @@ class Queue {
     if (blocks > 0) launch_with({}, kernel, blocks, threads, arguments...);
   }
 
-  // Limits of the kernel where its blocks, of so many threads, run at the same time: all of a
-  // multiprocessor. From then on it may have that much shared memory on this device.
+  // Limits of the kernel if its blocks, of so many threads, run at the same time, each with a whole
+  // multiprocessor. Allows the kernel that much shared memory on this device.
   template <typename... Parameters>
   DeviceLimits limits(void (*kernel)(Parameters...), int threads) const {
     static std::mutex mutex;
@@ -64,13 +64,13 @@ class Queue {
         kernel, blocks, threads, arguments...);
   }
 
-  // So many bytes become 0.
+  // Sets so many bytes to 0.
   void clear(void* memory, int64_t bytes) const {
     STD_CUDA_CHECK(cudaMemsetAsync(memory, 0, bytes, stream_));
   }
 
-  // Uninitialised. It may go once the kernels are enqueued, because the caching allocator reuses
-  // memory in the order of the stream.
+  // An uninitialised tensor. It may be freed once the kernels are enqueued, because the caching
+  // allocator reuses memory in the order of the stream.
   Tensor empty(const std::vector<int64_t>& shape, torch::headeronly::ScalarType dtype) const {
     const torch::stable::Device device(torch::headeronly::DeviceType::CUDA, device_);
     return torch::stable::empty(shape, dtype, std::nullopt, device);

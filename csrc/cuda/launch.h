@@ -1,4 +1,4 @@
-// Data of every launcher: its tensors' device and current stream, and their table there.
+// The data of every launcher: the device and current stream of its tensors, and their table.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,7 @@
 
 namespace accumext::cuda {
 
-// A call on a list of tensors, however many they are: launches go to the current stream of their
-// device.
+// A call on a list of any number of tensors; launches go to the current stream of their device.
 template <int kOperands>
 class Call {
  public:
@@ -52,7 +51,7 @@ class Call {
     queue_.launch(kernel, std::min(chunks(), resident), kBlockSize, table_, arguments...);
   }
 
-  // Launches what follows from the partials of a norm.
+  // Launches the kernel that finishes a norm from its partials.
   template <NormKind kKind>
   void finish(const Partial* partials, const Norm<kKind>& norm, const Outcome& outcome) const {
     queue_.launch(finish_kernel<kKind>, 1, kFinishThreads, partials, chunks(), norm, outcome);
@@ -69,7 +68,7 @@ inline Tensor norm_of_nothing() {
   return torch::stable::full({}, 0.0, torch::headeronly::ScalarType::Float);
 }
 
-// The outcome of a norm that is still on the device: where it and found_inf go.
+// The memory on the device for a norm and found_inf.
 inline Outcome outcome(const Tensor& norm, float* found_inf) {
   return {.norm = norm.data_ptr(), .norm_dtype = float_dtype(norm), .found_inf = found_inf};
 }

@@ -21,7 +21,7 @@ struct Outcome {
   void* norm = nullptr;        // [], of norm_dtype; or null
   Dtype norm_dtype;            // kFloat or kDouble
   float* found_inf = nullptr;  // [], or null
-  Closing closing = {};        // of a window, if it has somewhere to go
+  Closing closing = {};        // of a window; without pointers there is none
   Clip* clip = nullptr;
   double max_norm = 0.0;   // with clip
   bool if_finite = false;  // with clip
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
       const acc_t factor = static_cast<acc_t>(value(inv_scale));
       ThreadSum<kKind, acc_t> sum{norm};
       acc_t probe = 0;
-      // A power takes longer than its load, and registers.
+      // A power takes longer than its load, and needs registers.
       constexpr int kUnroll = kKind == NormKind::kPowers ? 1 : kInFlight<scalar_t>;
       walk<kUnroll, scalar_t>(
           table, entry, chunk, entry.aligned[kGrad],
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
 
 constexpr int kFinishThreads = 1024;
 
-// The norm of all partials, and what follows from it. Their order is fixed by their number alone.
+// The norm of all partials, and what follows from it. The order of sums depends only on `count`.
 //
 //   grid    one block                    block   kFinishThreads threads
 //   reads   partials, [count]: 16 bytes each

@@ -1,5 +1,5 @@
-// Sums over chunks, in an order that neither the grid nor the GPU decides: threads of a warp, warps
-// of a block, chunks of the list.
+// Sums over chunks, in an order that depends neither on the grid nor on the GPU: threads of a warp,
+// warps of a block, chunks of the list.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 
 namespace accumext::cuda {
 
-// The terms of a chunk that one thread has seen. They are added in acc_t within a vector and in
-// double from then on.
+// The terms of a chunk that one thread has read. They are added in acc_t within a vector, and
+// vectors are added in double.
 template <NormKind kKind, typename acc_t>
 struct ThreadSum {
   const Norm<kKind>& norm;
@@ -26,7 +26,7 @@ struct ThreadSum {
   }
 };
 
-// The partials of a warp's lanes as one. Every lane must call it; the result is lane 0's.
+// Combines the partials of a warp's lanes. Every lane must call it; lane 0 gets the result.
 template <NormKind kKind>
 __device__ Partial warp_combined(const Norm<kKind>& norm, Partial mine) {
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
@@ -36,9 +36,9 @@ __device__ Partial warp_combined(const Norm<kKind>& norm, Partial mine) {
   return {mine.total, __all_sync(kAllLanes, mine.finite) != 0};
 }
 
-// partials[c] = f(entry, c), the threads' partials of chunk c as one, for the block's share of the
-// chunks; with null partials f is called all the same. The warps meet only once in kBatch chunks,
-// so that one may wait for memory while another adds.
+// partials[c] = the threads' partials f(entry, c) of chunk c, combined, for the block's share of
+// the chunks; f is called even if partials is null. The warps synchronise only once in kBatch
+// chunks, so that one may wait for memory while another adds.
 template <int kOperands, NormKind kKind, typename F>
 __device__ void reduce_chunks(const Table<kOperands>& table, const Norm<kKind>& norm,
                               Partial* __restrict__ partials, const F& f) {

@@ -6,11 +6,11 @@
 
 namespace accumext::cuda {
 
-// grad = grad * factor; nothing where the factor is exactly 1.
+// grad = grad * factor; nothing if the factor is exactly 1.
 //
 //   grid    any                          block   kBlockSize threads, over a chunk at a time
 //   reads and writes  grad, any dtype, [chunk], once each: 8 bytes per element of float; no grad at
-//                     all where the factor is 1
+//                     all if the factor is 1
 __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
     scale_kernel(Table<1> table, Scalar factor) {
   const double multiplier = value(factor);

@@ -1,5 +1,5 @@
-// A list of tensors as the kernels see it: a table that the host packs into one run of bytes and
-// that lies in device memory. No torch here, and no CUDA.
+// A list of tensors as the kernels see it: a table in device memory, which the host packs into one
+// run of bytes. No torch here, and no CUDA.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ struct Entry {
     return chunk == first_chunk ? 0 : head + (chunk - first_chunk) * kElementsPerChunk;
   }
 
-  // Of a chunk that is not before this tensor's.
+  // Tells whether the tensor has a chunk, which is not before its first one.
   ACCUMEXT_HOST_DEVICE bool holds(int64_t chunk) const { return chunk_begin(chunk) < numel; }
 };
 static_assert(std::has_unique_object_representations_v<Entry<1>>);
@@ -107,8 +107,8 @@ class Packed {
             .dtype = {pair.main_dtype, pair.grad_dtype}};
   }
 
-  // In place of an address the third operand has the number of the pair; its elements are their own
-  // offsets. It is as wide as the widest, so that it has no say in where vectors begin.
+  // The third operand has the number of the pair in place of an address; its elements are their own
+  // offsets. Its dtype is the widest, so that it does not affect where vectors begin.
   static Entry<3> entry(const NumberedPair& numbered) {
     const Pair& pair = numbered.pair;
     return {.data = {pair.main_grad, const_cast<void*>(pair.grad),
@@ -116,8 +116,8 @@ class Packed {
             .dtype = {pair.main_dtype, pair.grad_dtype, Dtype::kDouble}};
   }
 
-  // The head aligns the narrowest operand, whose vectors hold the most elements, if operand 0, the
-  // one that is written, is aligned there too; otherwise operand 0 alone.
+  // The head aligns the narrowest operand, whose vectors have the most elements, if it aligns
+  // operand 0, which is written, as well; otherwise it aligns operand 0 alone.
   static void align(Entry<kOperands>& entry) {
     const auto misalignment = [&](int k, int64_t element) {  // bytes
       const int64_t address = static_cast<int64_t>(reinterpret_cast<intptr_t>(entry.data[k]));

@@ -40,22 +40,22 @@ class RelaxedCapture {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Not from torch's allocator: what outlives the call that allocates it is an error in the memory
-// pool of a graph that torch.compile is warming up. Null where the device has no more.
+// Not from torch's allocator: in the memory pool of a graph that torch.compile is warming up,
+// memory that outlives its call is an error. Null if the device has no more.
 std::byte* allocated(size_t size) {
   const RelaxedCapture relaxed;
   void* memory = nullptr;
   const cudaError_t error = cudaMalloc(&memory, size);
   if (error == cudaErrorMemoryAllocation) {
-    cudaGetLastError();  // it would be taken for the next launch's
+    cudaGetLastError();  // else the next launch would report it
     return nullptr;
   }
   STD_CUDA_CHECK(error);
   return static_cast<std::byte*>(memory);
 }
 
-// In the order of the current stream. From pinned memory, which torch keeps until the copy is done:
-// for pageable memory the host would wait.
+// Copies in the order of the current stream, from pinned memory, which torch keeps until the copy
+// is done: for pageable memory the host would wait.
 void upload(std::byte* memory, std::string_view bytes, int32_t device) {
   const int64_t size = static_cast<int64_t>(bytes.size());
   const int64_t stride = 1;
@@ -70,7 +70,7 @@ void upload(std::byte* memory, std::string_view bytes, int32_t device) {
   torch::stable::copy_(destination, staging, /*non_blocking=*/true);
 }
 
-// A table for one call, from torch's allocator, which may hold what the device has no more.
+// A table for one call, from torch's allocator, which may have free memory if the device has none.
 std::shared_ptr<const std::byte> borrowed(std::string_view bytes, int32_t device) {
   const int64_t size = static_cast<int64_t>(bytes.size());
   const auto owner = std::make_shared<Tensor>(torch::stable::empty(
@@ -80,7 +80,7 @@ std::shared_ptr<const std::byte> borrowed(std::string_view bytes, int32_t device
   return {owner, memory};
 }
 
-// Beside a capture and at once, so that a replay copies nothing.
+// Copies at once, outside of the capture, so that a replay copies nothing.
 void upload_beside_capture(std::byte* memory, std::string_view bytes) {
   const RelaxedCapture relaxed;
   cudaStream_t stream = nullptr;
@@ -97,7 +97,7 @@ bool is_captured(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Of no other stream ever, as its handle may be of a later one. Not to be asked for in a capture.
+// The id is unique; a handle may be reused for a later stream. Must not be called in a capture.
 unsigned long long id_of(cudaStream_t stream) {
   unsigned long long id = 0;
   STD_CUDA_CHECK(cudaStreamGetId(stream, &id));
@@ -106,7 +106,7 @@ unsigned long long id_of(cudaStream_t stream) {
 
 struct Resident {
   std::byte* memory;
-  std::string bytes;  // what is in it
+  std::string bytes;  // its contents
 };
 
 // Tells tables apart by the addresses of their first tensors, whatever their length.
@@ -116,8 +116,8 @@ struct HashOfFirstBytes {
   }
 };
 
-// Tables in memory of one size on one device: of one stream, or of all graphs, whose tables are
-// there before any of them runs and are never written again.
+// Tables in memory of one size on one device: of one stream, or of all graphs. The tables of graphs
+// are uploaded before any graph runs and are never written again.
 class Shelf {
  public:
   // Null if there is none.
@@ -133,7 +133,7 @@ class Shelf {
     by_bytes_[by_age_.front()->bytes] = by_age_.begin();
   }
 
-  // Takes out the one that was used longest ago and that no call holds, if there are so many.
+  // Removes and returns the least recently used table that no call holds, if there are `count`.
   std::shared_ptr<Resident> take_oldest(size_t count) {
     if (by_age_.size() < count) return nullptr;
     const auto oldest = std::find_if(by_age_.rbegin(), by_age_.rend(),
@@ -148,7 +148,7 @@ class Shelf {
  private:
   using ByAge = std::list<std::shared_ptr<Resident>>;
 
-  ByAge by_age_;  // the last used first
+  ByAge by_age_;  // most recently used first
   std::unordered_map<std::string_view, ByAge::iterator, HashOfFirstBytes> by_bytes_;
 };
 
@@ -159,7 +159,7 @@ struct Shelves {
   std::map<Key, Shelf> shelves;
 };
 
-// Never destroyed: when the process ends, CUDA may be gone before.
+// Never destroyed: at the end of the process, CUDA may be shut down earlier.
 Shelves& all_shelves() {
   static Shelves* const shelves = new Shelves;
   return *shelves;
@@ -169,8 +169,8 @@ Shelves& all_shelves() {
 
 std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& content, int32_t device,
                                           cudaStream_t stream) {
-  // A shelf keeps 16 tables, and of small ones as many as fit: gradients that are accumulated one
-  // by one, while their neighbours are computed, have a table each.
+  // A shelf keeps 16 tables, or more small ones: gradients that are accumulated one by one, while
+  // others are computed, have a table each.
   constexpr size_t kTables = 16;
   constexpr size_t kShelfBytes = 4 << 20;
   constexpr size_t kSmallest = 4096;  // bytes of a table
@@ -187,7 +187,7 @@ std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& content,
     if (!captured) table = shelf.take_oldest(std::max(kTables, kShelfBytes / size));
     if (table == nullptr) {
       std::byte* const memory = allocated(size);
-      // In a capture torch's allocator would give it to others too, and a replay uploads nothing.
+      // Not in a capture: torch's allocator would reuse the memory, and a replay uploads nothing.
       if (memory == nullptr && !captured) return borrowed(bytes, device);
       STD_CUDA_CHECK(memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess);
       table = std::make_shared<Resident>(memory);

@@ -1,5 +1,5 @@
 // window_factors: the norm of the main gradients and all that follows from it, in two launches, or
-// one where the norm is there.
+// in one if the norm is given.
 #include <optional>
 #include <vector>
 
@@ -9,7 +9,7 @@
 namespace accumext::cuda {
 namespace {
 
-// A tensor, or the number in its place.
+// The tensor, or the given number if there is none.
 Scalar scalar(Arguments& arguments, const std::optional<Tensor>& tensor, double otherwise) {
   return tensor ? arguments.scalar(tensor) : Scalar{.value = otherwise};
 }

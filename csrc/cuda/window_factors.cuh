@@ -1,4 +1,5 @@
-// The kernel that finds a window's factors of a norm that is there; norm.cuh has the other one.
+// The kernel that computes a window's factors from a given norm; norm.cuh has the one that computes
+// the norm as well.
 #pragma once
 
 #include "cuda/closing.cuh"

@@ -23,7 +23,7 @@ ACCUMEXT_HOST_DEVICE inline acc_t accumulated(acc_t main_grad, acc_t grad, acc_t
   return main_grad + scaled(grad, factor);
 }
 
-// 0 for a finite x, NaN for +-inf and NaN: probes add up, where flags would need a branch.
+// 0 for a finite x, NaN for +-inf and NaN: probes can be added, whereas flags need a branch.
 template <typename acc_t>
 ACCUMEXT_HOST_DEVICE inline acc_t nonfinite_probe(acc_t x) {
   return x - x;

@@ -1,5 +1,5 @@
-// Stochastic rounding: to one of the two neighbours of a number among those with fewer digits, with
-// the probability of its distance from the other one.
+// Stochastic rounding: to one of a number's two neighbours in the narrower format. The probability
+// of each is the distance from the other one, over the distance between both.
 #pragma once
 
 #include <cstdint>
@@ -28,16 +28,16 @@ struct Narrowing {
   static constexpr int kDropped = kSource.mantissa - kTarget.mantissa;  // digits
   // The exponent of the target's least normal numbers, biased as the source's.
   static constexpr int kLeastExponent = kSource.bias - kTarget.bias + 1;
-  // From where on no more digits are dropped, as a magnitude of the source.
+  // The least magnitude of the source from which no more than kDropped digits are dropped.
   static constexpr uint64_t kLeastNormal =
       kLeastExponent == 1 ? 0 : uint64_t{kLeastExponent} << kSource.mantissa;
   // The target's largest finite number, as a magnitude of the source.
   static constexpr uint64_t kLargest = (uint64_t{kSource.bias + kTarget.bias} << kSource.mantissa) +
                                        (((uint64_t{1} << kTarget.mantissa) - 1) << kDropped);
-  // True if 16 random bits do for kLeastNormal to kLargest.
+  // True if 16 random bits suffice for kLeastNormal to kLargest.
   static constexpr bool kFew = kDropped <= 16;
 
-  // The magnitude of the target for one from kLeastNormal to kLargest, by 16 random bits.
+  // The magnitude in the target of one from kLeastNormal to kLargest, with 16 random bits.
   template <typename U>
   ACCUMEXT_HOST_DEVICE static U of_normal(U source, U random) {
     static_assert(kFew);
@@ -45,8 +45,8 @@ struct Narrowing {
     return (source - kRebias + (random >> (16 - kDropped))) >> kDropped;
   }
 
-  // The magnitude of the target for one up to kLargest, by 32 random bits, of which 31 count: of
-  // more digits only the first take part.
+  // The magnitude in the target of one up to kLargest, with 31 of 32 random bits. If more digits
+  // than that are dropped, only the first 31 count.
   template <typename U>
   ACCUMEXT_HOST_DEVICE static U of_any(U source, U random) {
     const U exponent = source >> kSource.mantissa;
@@ -54,7 +54,7 @@ struct Narrowing {
     const U digits = source - ((base - 1) << kSource.mantissa);
     const U dropped = U{} + (kDropped + kLeastExponent) - base;
     const U counted = at_most(kMostCounted, dropped);
-    const U ignored = at_most(kSourceBits - 1, dropped - counted);  // leaves 0 where it is so
+    const U ignored = at_most(kSourceBits - 1, dropped - counted);  // a longer shift is undefined
     return ((digits >> ignored) + (random >> (32 - counted))) >> counted;
   }
 

@@ -1,5 +1,5 @@
-// The loss of a whole distribution, of accumext/decoder/_operators.py: head_objective: of a word,
-// where T is a number or a vector of them, and of a row. Exponentials are applied by the caller.
+// The loss of whole distributions (head_objective in accumext/decoder/_operators.py), of a word and
+// of a row. T is a number or a vector of them. The caller computes the exponentials.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 namespace accumext {
 
-// Of a word, with the peaks of both rows of logits and the temperature.
+// The numbers of a word, from the peaks of both rows of logits and the temperature.
 template <typename T>
 struct DistributionTerms {
   T d, log_tempered, log_teacher;  // z - peak; d / temperature; (teacher - its peak) / temperature
@@ -25,7 +25,7 @@ struct DistributionFactors {
   T of_exp, of_product, of_tempered, of_teacher;
 };
 
-// weight * x, or 0 where the weight is 0: x may then be infinite.
+// weight * x, or 0 if the weight is 0: x may then be infinite.
 template <typename T>
 ACCUMEXT_HOST_DEVICE inline T weighted(const T& weight, const T& x) {
   return weight == 0 ? T{} : weight * x;
@@ -50,7 +50,7 @@ ACCUMEXT_HOST_DEVICE inline T distribution_gradient(const DistributionTerms<T>& 
   return teaches ? g - factors.of_teacher * word.teacher : g;
 }
 
-// q log(q / p), of a probability given by the teacher and the logarithm of the model's.
+// q log(q / p), from the teacher's probability q and the logarithm of the model's p.
 ACCUMEXT_HOST_DEVICE inline double divergence_term(double q, double log_p) {
   return q == 0.0 ? 0.0 : q * (std::log(q) - log_p);
 }
@@ -66,8 +66,8 @@ struct Distribution {
   DistributionFactors<double> factors;
 };
 
-// Of a row with this share of the logsumexp in its loss. `divergence` and `mass`: sums of
-// divergence_term and of q over the words whose probabilities are given.
+// The results of a row whose logsumexp has the weight `share` in the loss. `divergence` and `mass`:
+// sums of divergence_term and of q over the words whose probabilities are given.
 ACCUMEXT_HOST_DEVICE inline Distribution distribution_of(const double (&sums)[kDistributionSums],
                                                          double peak, double share, bool teaches,
                                                          double divergence, double mass,

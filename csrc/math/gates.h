@@ -7,7 +7,7 @@
 
 namespace accumext {
 
-enum class CellKind : int { kGru, kLstm, kRnnTanh, kRnnRelu };  // in the order of _rnn.py: KINDS
+enum class CellKind : int { kGru, kLstm, kRnnTanh, kRnnRelu };  // as in _rnn_weights.py: KINDS
 
 // Blocks of H rows in weight_ih and weight_hh.
 constexpr int gate_count(CellKind kind) {
@@ -47,7 +47,7 @@ struct LstmGradient {
   T i_pre, f_pre, g_pre, o_pre, c;
 };
 
-// dc is that of c' but for the part that h' brings; tanh_c = tanh(c').
+// dc is the gradient of c' without the part that comes through h'; tanh_c = tanh(c').
 template <typename T>
 ACCUMEXT_HOST_DEVICE inline LstmGradient<T> lstm_gradient(T dh, T dc, T i, T f, T g, T o, T c,
                                                           T tanh_c) {

@@ -1,5 +1,5 @@
 // Element arithmetic is compiled by nvcc for the host and the device, and by g++ once for each
-// instruction set: always inline, lest the linker keep one set's copy for all of them.
+// instruction set. It is always inline: the linker would keep one set's copy for all of them.
 #pragma once
 
 #ifdef __CUDACC__

@@ -52,7 +52,7 @@ struct Norm {
   // True if the norm is no less than the magnitude of each element, and not finite if one is not.
   ACCUMEXT_HOST_DEVICE bool grows() const { return kKind != NormKind::kMin && p > 0.0; }
 
-  // Max and min keep a NaN from either side; std::fmax would drop it. `|` is what vectors know.
+  // Max and min keep a NaN from either side; std::fmax would drop it. `|` also works for vectors.
   template <typename acc_t>
   ACCUMEXT_HOST_DEVICE static acc_t combine(acc_t a, acc_t b) {
     if constexpr (kKind == NormKind::kMax) {
@@ -81,9 +81,9 @@ struct Norm {
   }
 };
 
-// min(1, max_norm / (norm + 1e-6)), NaN where the norm is NaN. torch divides a number by a tensor
-// as reciprocal times number, and so does this, for the same bits. Without a limit it is 1, also
-// where the norm of finite gradients overflowed.
+// min(1, max_norm / (norm + 1e-6)), NaN if the norm is NaN. torch divides a number by a tensor as
+// reciprocal times number, and so does this, for the same bits. Without a limit it is 1, even if
+// the norm of finite gradients overflowed.
 template <typename acc_t>
 ACCUMEXT_HOST_DEVICE inline acc_t clip_coef(acc_t norm, acc_t max_norm) {
   if (std::isinf(max_norm)) return acc_t(1);

@@ -1,7 +1,7 @@
 // Philox4x32-7, a generator without state: 128 random bits as a function of a counter and a key.
 // Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", 2011. Seven rounds
-// are the fewest with which it passes all of BigCrush; with the usual ten, a CPU would compute for
-// longer than the memory takes to bring what is rounded.
+// are the fewest with which it passes all of BigCrush. With the usual ten, a CPU would be bound by
+// this computation instead of by memory.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 namespace accumext {
 
 constexpr int kPhiloxRounds = 7;
-// Random bits of an element. Element e of a tensor has those number e % 8 of 8 in block e / 8 of a
-// stream: the high half of its 32 bits in stream 0, the low half in stream 1.
+// Random bits of an element. Element e of a tensor has the half word e % 8 of block e / 8 in each
+// stream: the high half of its 32 bits is from stream 0, the low half from stream 1.
 constexpr int kHalfBits = 16;
 constexpr int kElementsPerBlock = 128 / kHalfBits;
 
@@ -22,15 +22,15 @@ ACCUMEXT_HOST_DEVICE inline uint32_t philox_key(uint64_t seed, int round, int wo
                    : static_cast<uint32_t>(seed >> 32) + round * 0xBB67AE85u;
 }
 
-// Counters become random bits, kCount of them side by side, since each step waits for the one
-// before. A Word is a uint64_t, or on the CPU a vector of them; of each only the low 32 bits count,
-// and what else is left in it is arbitrary. key(round, word) is philox_key as a Word;
-// product(word, factor): the low 32 bits of a word times 32 bits, in 64.
+// Turns counters into random bits, kCount of them side by side, since each step waits for the one
+// before. A Word is a uint64_t, or on the CPU a vector of them. Only the low 32 bits of each count;
+// the high ones are arbitrary. key(round, word) is philox_key as a Word; product(word, factor) is
+// the 64-bit product of the low 32 bits of a word and a factor of 32 bits.
 template <int kCount, typename Word, typename Key, typename Product>
 ACCUMEXT_HOST_DEVICE inline void philox(Word (&counters)[kCount][4], const Key& key,
                                         const Product& product) {
 #ifdef __CUDACC__
-#pragma unroll 4  // all of them, and keys would be kept in registers from one block to the next
+#pragma unroll 4  // unrolled fully, it would keep keys in registers from one block to the next
 #endif
   for (int round = 0; round < kPhiloxRounds; ++round) {
     for (Word(&counter)[4] : counters) {
@@ -44,14 +44,14 @@ ACCUMEXT_HOST_DEVICE inline void philox(Word (&counters)[kCount][4], const Key& 
   }
 }
 
-// The halves from one stream for elements [first, first + kCount) of a tensor, which has this
-// number in its list.
+// The half words from one stream for elements [first, first + kCount) of the tensor with this
+// number in the list.
 template <int kCount>
 ACCUMEXT_HOST_DEVICE inline void random_halves(uint64_t seed, uint64_t tensor, uint64_t stream,
                                                int64_t first, uint32_t (&halves)[kCount]) {
   static_assert(kCount <= kElementsPerBlock);
   const int place = static_cast<int>(first % kElementsPerBlock);
-  // Those that a block holds of elements [begin, begin + kElementsPerBlock), seen from `first`.
+  // Takes a block's half words, of elements [begin, begin + kElementsPerBlock) from `first`.
   const auto take = [&](int64_t block, int begin) {
     uint64_t words[1][4] = {
         {static_cast<uint64_t>(block), static_cast<uint64_t>(block) >> 32, tensor, stream}};
@@ -69,7 +69,7 @@ ACCUMEXT_HOST_DEVICE inline void random_halves(uint64_t seed, uint64_t tensor, u
       if (at >= 0 && at < kElementsPerBlock) halves[n] = word >> (at & 1) * kHalfBits & 0xffff;
     }
   };
-  if (kCount == kElementsPerBlock && place == 0) {  // where each is in its block is a constant
+  if (kCount == kElementsPerBlock && place == 0) {  // places in the block are constants
     return take(first / kElementsPerBlock, 0);
   }
   take(first / kElementsPerBlock, -place);

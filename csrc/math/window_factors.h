@@ -1,4 +1,4 @@
-// The numbers that a window's step needs, found from the norm of its main gradients: the formula of
+// The numbers that a window's step needs, from the norm of its main gradients: the formula of
 // accumext/ops/reference.py, in double.
 #pragma once
 
@@ -10,21 +10,21 @@ namespace accumext {
 // A window's numbers but for the norm.
 struct WindowNumbers {
   double unit, weight, scale;  // their quotient makes the window's gradient of its main gradients
-  double found_inf;            // 1 where a gradient that came in was not finite
-  double finite;               // micro-batches that were, where the others were left out
+  double found_inf;            // 1 if a gradient that came in was not finite
+  double finite;               // finite micro-batches, if the others were left out
 };
 
 struct WindowRules {
   double max_norm;   // with clips
   bool clips;        // to max_norm
-  bool weighted;     // by weight; one of 0, where nothing counts, makes 0 of everything
-  bool counted;      // finite is known: micro-batches that were not finite are no reason to skip
-  bool normalised;   // the norm is that of the window's gradient already
-  bool checks_norm;  // one that is not finite skips the step
+  bool weighted;     // divided by weight; with a weight of 0 the gradient is 0
+  bool counted;      // `finite` is known: a micro-batch that is not finite is no reason to skip
+  bool normalised;   // the norm is already that of the window's gradient
+  bool checks_norm;  // a norm that is not finite skips the step
 };
 
 struct WindowFactors {
-  double norm, clip_coef, factor;  // before clipping; main gradients to clipped gradient
+  double norm, clip_coef, factor;  // norm before clipping; factor of main gradients, with clip
   bool skip, found_inf;
 };
 

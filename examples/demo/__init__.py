@@ -19,7 +19,7 @@ from .report import Record, filled, summary, write_plot
 from .text import OPENING, Refused, load_text
 from .ways import TOTAL_SECONDS, compare
 
-REFUSED = 2  # exit code of options that cannot be followed, as argparse has it
+REFUSED = 2  # exit code for options that cannot be used, as argparse's
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run the demo; returns the exit code. KeyboardInterrupt comes after the report."""
+    """Run the demo; return the exit code. KeyboardInterrupt is raised after the report."""
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if accumext.backend() == "reference":  # compiles kernels if need be, before the clock runs
@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse at once what would otherwise fail at the end of the run."""
+    """Refuse options at once that would otherwise fail at the end of the run."""
     if args.device == "cuda" and not torch.cuda.is_available():
         raise Refused("demo: --device must be usable, got cuda without a GPU that torch can use")
     if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -97,7 +97,7 @@ def _check(args: argparse.Namespace) -> None:
         path = getattr(args, name)
         try:
             if path is not None:
-                path.open("ab").close()  # what is in it stays until the end
+                path.open("ab").close()  # its old contents stay until the end
         except OSError as error:
             raise Refused(
                 f"demo: --{name} must be a file that can be written, got {path} ({error.strerror})"

@@ -16,11 +16,11 @@ from .text import OPENING, Text
 LEARNING_RATE, MAX_NORM = 0.03, 1.0
 TEACHER_SHARE = 0.75  # of the words that "scheduled" feeds; the others are the model's own
 RECITE_EVERY = 5  # steps
-TRAINING_SECONDS = 60.0  # where --steps is not given; the comparison needs the rest of two minutes
+TRAINING_SECONDS = 60.0  # without --steps; the comparison takes another minute
 
 
 class Reciter(nn.Module):
-    """A GRU reads the opening, another one goes on; one [V, H] matrix embeds and scores words."""
+    """One GRU reads the opening, another continues; one [V, H] matrix embeds and scores words."""
 
     def __init__(self, vocabulary: int, hidden: int) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Reciter(nn.Module):
         self.head.weight = self.embedding.weight
 
     def encode(self, texts: Tensor) -> Tensor:
-        """The decoder's first state, [B, H]: what the opening says, but for its last word."""
+        """Return the decoder's first state, [B, H]: the opening, without its last word."""
         _, state = self.encoder(self.embedding(texts[: OPENING - 1]))
         first: Tensor = state[0]
         return first
@@ -44,7 +44,7 @@ class Reciter(nn.Module):
         memory_budget: int | None = None,
         generator: torch.Generator | None = None,
     ) -> DecodeOutput:
-        """The loss of what follows the opening; gradients reach the encoder through the state."""
+        """Return the loss of the words after the opening; its gradients reach the encoder, too."""
         return decode_loss(
             self.embedding,
             self.cell,
@@ -60,14 +60,14 @@ class Reciter(nn.Module):
 
     @torch.no_grad()
     def recite(self, texts: Tensor) -> tuple[Tensor, float]:
-        """What the model says after each opening, fed nothing but its own words [T, B], and the
-        share of words that are right."""
+        """Return the words [T, B] that the model says after each opening, fed its own words, and
+        the share of words that are right."""
         said = self.decode(texts, "greedy").tokens
         return said, float((said == texts[OPENING:]).double().mean())
 
 
 def train(model: Reciter, text: Text, args: argparse.Namespace, record: Record) -> None:
-    """Learn the first half of the docstrings; each step is in the record as soon as it is done."""
+    """Learn the first half of the docstrings; record each step as soon as it is done."""
     learned, unseen = text.docstrings.to(args.device).split(args.batch, dim=1)
     on_gpu = args.device == "cuda"
     generator = torch.Generator(args.device).manual_seed(args.seed)

@@ -1,4 +1,4 @@
-"""What the demo found: while it runs, as text and as a picture."""
+"""The results of the demo: while it runs, as text and as a picture."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-BUDGET_STEPS = 10  # whose logits the memory budget of `decode_loss` holds in the comparison
-_SHOWN = 2  # recitals
+BUDGET_STEPS = 10  # steps whose logits fit into `decode_loss`'s memory budget
+_SHOWN = 2  # number of recitals
 
 
 @dataclass
@@ -20,8 +20,8 @@ class Step:
 
     loss: float  # before the step, nats per word
     gradient_norm: float  # before clipping
-    right: float | None = None  # share of words right, fed its own, after the step
-    right_unseen: float | None = None  # the same of docstrings that it does not learn
+    right: float | None = None  # share of right words, fed its own, after the step
+    right_unseen: float | None = None  # the same for docstrings that it does not learn
 
 
 @dataclass
@@ -29,25 +29,25 @@ class Row:
     """One way to train on the same batch."""
 
     name: str
-    memory: dict[int, int]  # by the steps T of the batch, its first ones or all: bytes at the peak
+    memory: dict[int, int]  # peak bytes, by the number of first steps T of the batch
     gradient_distance: float  # relative, to float64
     loss: float = math.nan
     seconds: float = math.nan  # median, forward and backward
 
     @property
     def peak_memory(self) -> int:
-        """Bytes over the parameters, on all steps."""
+        """Bytes beside the parameters, on all steps."""
         return self.memory[max(self.memory)]
 
 
 @dataclass
 class Record:
-    """Filled as the run goes, so that an interrupted one has what was done."""
+    """The results of a run, filled as it goes, so that an interrupted run has a report."""
 
     settings: argparse.Namespace
     versions: dict[str, str]
     training: list[Step] = field(default_factory=list)
-    recitals: list[tuple[str, str]] = field(default_factory=list)  # opening, what was said
+    recitals: list[tuple[str, str]] = field(default_factory=list)  # opening, words of the model
     comparison: list[Row] = field(default_factory=list)
     repetitions: int = 0
     interrupted: bool = False
@@ -57,7 +57,7 @@ class Record:
         self._begin = time.perf_counter()
 
     def elapsed(self) -> float:
-        """Seconds since the beginning."""
+        """Return the seconds since the beginning."""
         return time.perf_counter() - self._begin
 
     def say(self, text: str) -> None:
@@ -66,13 +66,13 @@ class Record:
 
 
 def filled(text: str, indent: int = 0) -> str:
-    """The text in lines as long as the terminal's."""
+    """Wrap the text to the width of the terminal."""
     blank, columns = " " * indent, shutil.get_terminal_size().columns
     return textwrap.fill(text, columns, initial_indent=blank, subsequent_indent=blank)
 
 
 def summary(record: Record) -> str:
-    """Everything found, in the order in which it was found."""
+    """Return all results as text, in the order in which they were measured."""
     lines = [""]
     if record.recitals:
         lines += [filled(f"{_SHOWN} of the docstrings, and how the model goes on:"), ""]
@@ -113,7 +113,7 @@ def _table(record: Record) -> list[str]:
 
 
 def write_plot(record: Record, path: Path) -> None:
-    """Draw words right over the steps, and the peak memory of each way over T, as a PNG."""
+    """Draw the right words over the steps, and each way's peak memory over T, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -17,23 +17,23 @@ OPENING = 8  # words that the encoder reads
 _WORD = re.compile(r"\w+(?:['.-]\w+)*|[^\w\s]")
 _DOCSTRING = re.compile(r'^[ \t]*[rRuU]?"""(.*?)"""', re.M | re.S)
 _PROSE = re.compile(r"[A-Za-z]+(?:['-][a-z]+)*|[.,;:()]")
-_MIN_PLAIN = 0.9  # of the words; code and tables have fewer
+_MIN_PLAIN = 0.9  # share of words that are plain; code and tables have fewer
 _NOT_STANDARD = {"site-packages", "dist-packages"}
 
 
 class Refused(Exception):
-    """What was asked for cannot be done, and why, in one sentence."""
+    """The options cannot be used; one sentence says why."""
 
 
 class Text(NamedTuple):
     """Beginnings of docstrings, no two of which open alike, and the words behind the numbers."""
 
-    words: list[str]  # at most the vocabulary; those of the docstrings, then the most frequent
-    used: int  # how many the docstrings use
+    words: list[str]  # by number; first those of the docstrings, then the most frequent
+    used: int  # number of words that the docstrings use
     docstrings: Tensor  # int64 [OPENING + length, count]
 
     def show(self, numbers: list[int]) -> str:
-        """The prose that these numbers stand for; a number without a word is a "?"."""
+        """Return the text for these numbers; a number without a word is a "?"."""
         shown = " ".join(self.words[n] if n < len(self.words) else "?" for n in numbers)
         return re.sub(r"(?<=\() | (?=[.,;:)])", "", shown)
 
@@ -41,7 +41,7 @@ class Text(NamedTuple):
 def load_text(
     vocabulary: int, length: int, count: int, seed: int = 0, root: Path | None = None
 ) -> Text:
-    """Read all Python source under `root` (the standard library's); pick docstrings of prose.
+    """Read all Python source under `root` (default: the standard library); pick prose docstrings.
 
     Raises:
         Refused: there are fewer docstrings of that length, or a smaller vocabulary, than asked.

@@ -20,16 +20,16 @@ from .reciter import Reciter
 from .report import BUDGET_STEPS, Record, Row
 from .text import OPENING
 
-TOTAL_SECONDS = 120.0  # no repetition begins later, but for the first one
+TOTAL_SECONDS = 120.0  # no repetition but the first begins later
 _REPETITIONS = 3
-_EXACT_COLUMNS = 2  # of a batch at once in float64, to bound its memory
+_EXACT_COLUMNS = 2  # columns of a batch at once in float64, to bound the memory
 _CURVE = (1, 2, 4, 6)  # eighths of the steps at which memory is measured, besides all of them
 
 Way = Callable[[Reciter, Tensor, Tensor], Tensor]  # (model, texts, tokens to feed) -> loss
 
 
 def with_accumext(model: Reciter, texts: Tensor, tokens: Tensor) -> Tensor:
-    """The decoder finds its own tokens, step by step; exact gradients."""
+    """Run forward and backward with tokens that the decoder predicts itself; exact gradients."""
     budget = BUDGET_STEPS * texts.shape[1] * model.head.weight.shape[0] * 4
     out = model.decode(texts, "greedy", memory_budget=budget)
     out.loss.backward()
@@ -37,8 +37,8 @@ def with_accumext(model: Reciter, texts: Tensor, tokens: Tensor) -> Tensor:
 
 
 def by_hand(model: Reciter, texts: Tensor, tokens: Tensor, per_token: bool) -> Tensor:
-    """One backward pass over the losses of all steps: exact gradients. Or one after every step,
-    with a detached state: nothing flows back in time."""
+    """Run one backward pass over the losses of all steps: exact gradients. Or, `per_token`, one
+    after every step, with a detached state: no gradient flows back in time."""
     state, total = model.encode(texts), torch.zeros((), device=texts.device)
     for token, target in zip(tokens, texts[OPENING:], strict=True):
         state = model.cell(model.embedding(token), state)
@@ -63,8 +63,9 @@ def compare(model: Reciter, texts: Tensor, args: argparse.Namespace, record: Rec
     """Measure every way on one batch, in float32, fed the model's own tokens.
 
     accumext predicts them as it goes. The other two replay them, which spares them the argmax.
-    Exact is plain autograd in float64 on the same tokens. The ways take turns, so that whatever
-    else the machine does slows all of them alike. For a plot, memory on the first steps as well.
+    The exact gradient is plain autograd's in float64 on the same tokens. The ways take turns, so
+    that other work of the machine slows all of them alike. For a plot, memory is also measured on
+    the first steps only.
     """
     with torch.no_grad():
         tokens = model.decode(texts, "greedy").inputs
@@ -100,14 +101,14 @@ def compare(model: Reciter, texts: Tensor, args: argparse.Namespace, record: Rec
 
 
 def relative_distance(gradients: list[Tensor], exact: list[Tensor]) -> float:
-    """|g - exact| / |exact| over all parameters together."""
+    """Return |g - exact| / |exact| over all parameters together."""
     pairs = zip(gradients, exact, strict=True)
     apart = sum(float((g.double() - e).square().sum()) for g, e in pairs)
     return math.sqrt(apart / sum(float(e.square().sum()) for e in exact))
 
 
 def exact_gradients(model: Reciter, texts: Tensor, tokens: Tensor) -> list[Tensor]:
-    """Those of plain autograd in float64, a few columns at a time."""
+    """Return the gradients of plain autograd in float64, a few columns at a time."""
     exact = copy.deepcopy(model).double()
     exact.zero_grad()
     for some in torch.arange(texts.shape[1]).split(_EXACT_COLUMNS):
@@ -122,5 +123,5 @@ def exact_gradients(model: Reciter, texts: Tensor, tokens: Tensor) -> list[Tenso
 
 
 def gradients(model: Reciter) -> list[Tensor]:
-    """Those of all parameters."""
+    """Return the gradients of all parameters."""
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

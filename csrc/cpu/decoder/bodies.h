@@ -19,7 +19,7 @@ bool holds_rows(const Logits<T>& logits) {
 template <typename T>
 using Index = std::conditional_t<std::is_same_v<T, float>, int32_t, int64_t>;
 
-// As `peaks`, where a register holds whole rows.
+// Does what `peaks` does, if a register holds whole rows.
 template <typename T>
 void peaks_of_rows(const Logits<T>& logits, int64_t begin, int64_t end, T* peak, int64_t* row) {
   constexpr int kSize = kRegister<T>;
@@ -75,7 +75,7 @@ void peaks(const Logits<T>& logits, int64_t begin, int64_t end, T* peak, int64_t
   });
 }
 
-// As `exponentials`, where a register holds whole rows.
+// Does what `exponentials` does, if a register holds whole rows.
 template <typename T, typename scalar_t, bool kKept, bool kTempered>
 void exponentials_of_rows(const Logits<T>& logits, int64_t begin, int64_t end, T* sum,
                           T* tempered) {
@@ -125,7 +125,7 @@ void exponentials_as(const Logits<T>& logits, int64_t begin, int64_t end, T* sum
     constexpr int kVectors = columns.kVectors;
     const auto inverse = splat<T, kSize>(static_cast<T>(logits.inverse_temperature));
     auto* exps = static_cast<scalar_t*>(logits.exps);
-    // Nobody reads them before the deferred products do: whole cache lines go past the caches.
+    // Only the deferred products read them, so whole cache lines are written past the caches.
     constexpr size_t kLine = 64;
     const bool streamed = columns.kWhole && sizeof(scalar_t) * kSize * kVectors == kLine &&
                           reinterpret_cast<uintptr_t>(exps + columns.first) % kLine == 0 &&

@@ -35,8 +35,8 @@ struct Columns {
   }
 };
 
-// f(Columns) until all columns are done: cache lines of T, whole registers, half of one, what is
-// left.
+// Calls f(Columns) until all columns are done: first cache lines of T, then whole registers, half a
+// register, and the remaining columns.
 template <typename T, typename F>
 [[gnu::always_inline]] inline void for_columns(int64_t columns, const F& f) {
   constexpr int kSize = kRegister<T>;

@@ -63,7 +63,7 @@ class Decoding {
     }
   }
 
-  // Rows given to the head.
+  // Returns the number of rows that went through the head.
   int64_t run() {
     if (!call_.stats && (call_.pre || end_ - begin_ >= kFewestKnownSteps)) {
       KnownSteps<T>(call_).run();
@@ -130,7 +130,7 @@ class Decoding {
   // Each step chooses the next one's input, unless it is the last of all.
   int64_t fed_until() const { return std::min(end_ + 1, steps_); }
 
-  // The states before this step are those after every step that follows.
+  // Copies the states before this step to all later ones: no row is active any more.
   void keep_states(int64_t step) const {
     const int64_t size = batch_ * layers_[0].units();
     for (T* state : states_) {
@@ -164,7 +164,7 @@ class Decoding {
     return dropped(h, output_mask_ + step * batch_ * layers_[0].units(), call_.of_outputs.scale);
   }
 
-  // h [H, width] with the units kept that mask [B, H] names.
+  // h [H, width] without the units that mask [B, H] drops.
   const T* dropped(const T* h, const bool* mask, double scale_of_kept) {
     const int64_t units = layers_[0].units();
     const T scale = static_cast<T>(scale_of_kept);
@@ -197,10 +197,10 @@ class Decoding {
     }
   }
 
-  // The step's active rows through the head; how many there are.
+  // Takes the step's active rows through the head; returns their number.
   int64_t predict(int64_t step, int64_t used, Head<T>& head, const Workspace& workspace) {
     const bool* active = active_at(step);
-    std::vector<int64_t> named;  // the active rows, where some are not
+    std::vector<int64_t> named;  // the active rows, if not all are
     for (int64_t b = 0; b < batch_; ++b) {
       if (active == nullptr || active[b]) named.push_back(b);
     }
@@ -236,7 +236,7 @@ class Decoding {
     return count;
   }
 
-  // Who has ended, and what the next step reads.
+  // Writes which rows have ended, and the inputs of the next step.
   void feed_back(int64_t step) {
     if (step + 1 == steps_) return;
     const int64_t* tokens = integers(call_.tokens) + step * batch_;

@@ -60,7 +60,7 @@ void differentiate_to(const Distributions<T>& all, int64_t begin, int64_t end) {
   });
 }
 
-// f(whether exponentials at a temperature differ, whether there is a teacher), as constants.
+// Calls f(whether the temperature is not 1, whether there is a teacher), with constants.
 template <typename T, typename F>
 void with_options(const Distributions<T>& all, const F& f) {
   const auto with_teacher = [&](auto tempered) {

@@ -12,18 +12,18 @@
 
 namespace accumext::cpu {
 
-// Where a head writes the largest logits of its rows.
+// The memory to which a head writes the largest logits of its rows.
 template <typename T>
 struct TopRows {
   int64_t count;
   int64_t size;     // k
-  T* logits;        // [count, k], largest first, of equal ones the first in the vocabulary
-  int64_t* tokens;  // [count, k]: whose they are
+  T* logits;        // [count, k], largest first; equal ones in the order of the vocabulary
+  int64_t* tokens;  // [count, k]: the tokens of these logits
   T* peak;          // [count]: the largest logit
   T* total;         // [count]: sum of exp(z - peak)
 };
 
-// Where a head writes samples of the most probable tokens of its rows.
+// The memory to which a head writes samples of the most probable tokens of its rows.
 template <typename T>
 struct SampledRows {
   int64_t count;
@@ -36,7 +36,7 @@ struct SampledRows {
   T* logit;                // [count]: of the token
 };
 
-// Where a head writes what it finds of its rows, and what it needs to know of them.
+// The arguments of a head for its rows, and the memory to which it writes the results.
 template <typename T>
 struct HeadRows {
   int64_t count;
@@ -49,7 +49,7 @@ struct HeadRows {
   void* exps;              // [V, exps_stride]: exp(z - peak), 0 at the target; null: not wanted
 };
 
-// Where a head writes the gradients of a loss of whole distributions, and what it needs to know.
+// The arguments of a loss of whole distributions, and the memory to which its results go.
 template <typename T>
 struct ObjectiveRows {
   int64_t count;
@@ -57,7 +57,7 @@ struct ObjectiveRows {
   const T* share;          // [count]: of the logsumexp in the loss
   DistributionRules rules;
   const T* probabilities;  // [count, size] of the teacher's tokens; null: none
-  const int64_t* indices;  // [count, size] with a stride: which they are
+  const int64_t* indices;  // [count, size] with a stride: these tokens
   int64_t index_stride;
   int64_t size;
   int64_t* tokens;                                                 // [count]: the argmax
@@ -68,7 +68,7 @@ struct ObjectiveRows {
 template <typename T>
 class Head {
  public:
-  // At most `logit_rows` rows at once: [V, logit_rows] logits exist.
+  // Takes at most `logit_rows` rows at once: [V, logit_rows] logits exist.
   Head(const Tensor& weight, const T* bias, int64_t logit_rows, double temperature,
        Dtype exps_dtype, int64_t exps_stride)
       : logit_rows_(logit_rows),
@@ -87,7 +87,7 @@ class Head {
   int64_t vocabulary() const { return product_.rows; }
   int64_t depth() const { return product_.depth; }
 
-  // Rows are the columns of hidden [H, stride], those named if any are; at most logit_rows().
+  // Rows are the columns of hidden [H, stride], or those in `named`; at most logit_rows().
   void evaluate(const T* hidden, int64_t stride, const int64_t* named, const HeadRows<T>& rows) {
     const int64_t n = rows.count;
     const bool tempered = rows.uniforms != nullptr && inverse_temperature_ != 1.0;
@@ -106,7 +106,7 @@ class Head {
     }
   }
 
-  // As `evaluate`, for the largest logits.
+  // Does the same for the largest logits.
   void largest(const T* hidden, int64_t stride, const TopRows<T>& rows) {
     const int64_t n = rows.count;
     const Logits<T> logits = products(hidden, stride, nullptr, n, rows.peak, nullptr);
@@ -122,7 +122,7 @@ class Head {
     });
   }
 
-  // As `evaluate`, for samples of the most probable tokens.
+  // Does the same for samples of the most probable tokens.
   void sample_top(const T* hidden, int64_t stride, const SampledRows<T>& rows) {
     const int64_t n = rows.count;
     const Logits<T> logits = products(hidden, stride, nullptr, n, rows.peak, nullptr);
@@ -147,7 +147,7 @@ class Head {
     });
   }
 
-  // The loss of whole distributions at the head's temperature, `teacher`'s logits beside them.
+  // The loss of whole distributions at the head's temperature, with the logits of `teacher`.
   void differentiate(const T* hidden, int64_t stride, Head* teacher, const T* teacher_hidden,
                      const ObjectiveRows<T>& rows) {
     const int64_t n = rows.count;
@@ -235,7 +235,7 @@ class Head {
     put(target, T(0));
   }
 
-  // The logits, and of each row the largest and, unless null, where it is.
+  // Computes the logits, the largest one of each row and, unless null, its token.
   Logits<T> products(const T* hidden, int64_t stride, const int64_t* named, int64_t n, T* peak,
                      int64_t* argmax) {
     const DecoderKernels<T>& kernels = decoder_kernels<T>();
@@ -290,8 +290,8 @@ class Head {
     });
   }
 
-  // Tells whether the row is no distribution, for its largest logit is infinite or NaN: then its
-  // token is the argmax, also where one was to be drawn.
+  // Tells whether the row is no distribution, since its largest logit is infinite or NaN: then its
+  // token is the argmax, even if one should be drawn.
   template <typename Rows>
   bool took_first(const Logits<T>& logits, const Rows& rows, int64_t i) const {
     if (!std::isnan(rows.total[i])) return false;
@@ -301,8 +301,8 @@ class Head {
     return true;
   }
 
-  // The largest logits, largest first. Only spans whose largest one is among the `size` largest of
-  // all spans have one of them; or any, where a NaN is one, which `total` shows.
+  // The largest logits, largest first. Only spans whose largest logit is among the `size` largest
+  // of all spans can have one of them; any span can if there is a NaN, which `total` shows.
   std::vector<Token<T>> largest_of(const Logits<T>& logits, int64_t column, int64_t size,
                                    T total) const {
     const int64_t n = logits.columns;
@@ -334,8 +334,8 @@ class Head {
     });
   }
 
-  // f(span, begin, end) for every kSpan rows of the weight. Threads keep the spans they have, so
-  // that the second pass finds the logits in the cache of the first.
+  // Calls f(span, begin, end) for every kSpan rows of the weight. Each thread gets the same spans
+  // in every pass, so that the second pass finds the logits of the first in its cache.
   template <typename F>
   void for_each_span(const F& f) const {
     torch::stable::parallel_for(0, spans_, /*grain_size=*/2, [&](int64_t first, int64_t last) {
@@ -351,8 +351,8 @@ class Head {
     return sum;
   }
 
-  // By inversion: the first token at which the running sum of the tempered exponentials passes the
-  // uniform number's share of the whole.
+  // Draws by inversion: the first token at which the running sum of the tempered exponentials
+  // exceeds `uniform` times the whole sum.
   int64_t sample(const Logits<T>& logits, int64_t column, double uniform,
                  const Buffer<T>& partial) const {
     const int64_t n = logits.columns;
@@ -380,7 +380,7 @@ class Head {
   double inverse_temperature_;
   Dtype exps_dtype_;
   int64_t exps_stride_;
-  Tensor logits_;  // as a tensor, so that it shows in a profile of the memory
+  Tensor logits_;  // a tensor, so that memory profiles show it
   int64_t spans_;
   Buffer<T> sums_, tempered_, peaks_;  // [spans, rows]
   Buffer<int64_t> at_;
@@ -399,7 +399,7 @@ void to_columns(const Tensor& hidden, int64_t first, int64_t count, T* columns) 
   for (int64_t k = 0; k < depth; ++k) std::fill_n(columns + k * width + count, width - count, T(0));
 }
 
-// f(first, count, columns) for every `piece` rows of hidden [M, H].
+// Calls f(first, count, columns) for every `piece` rows of hidden [M, H].
 template <typename T, typename F>
 void for_each_piece(const Tensor& hidden, int64_t piece, const F& f) {
   const Buffer<T> columns(hidden.size(1) * padded(piece));
@@ -410,7 +410,7 @@ void for_each_piece(const Tensor& hidden, int64_t piece, const F& f) {
   }
 }
 
-// The largest number of rows whose logits exist at once, where the caller's bound is larger.
+// The largest number of rows whose logits exist at once, even if the caller's bound is larger.
 constexpr int64_t kMaxLogitRows = 32;
 
 // exps [rows, V] as the head writes it: transposed, rows next to each other. Null: not wanted.

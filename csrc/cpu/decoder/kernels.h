@@ -1,5 +1,5 @@
-// The inner loops of the decoder, compiled once for each instruction set like those of kernels.h.
-// T is what sums are formed in: float, or double for double operands.
+// The inner loops of the decoder, compiled once for each instruction set, like cpu/kernels.h.
+// T is the type of sums: float, or double for double operands.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 namespace accumext::cpu {
 
 constexpr int64_t kColumnPad = 8;   // columns of a panel are a multiple of this
-constexpr int64_t kDotColumns = 4;  // up to so many, a panel has columns as rows
+constexpr int64_t kDotColumns = 4;  // up to so many, a panel is transposed
 constexpr int64_t kRowBlock = 12;   // rows of a paired weight whose products are formed at once
 constexpr int64_t kSpan = 480;      // rows of logits per partial sum: a multiple of every row block
 
@@ -30,8 +30,8 @@ struct Product {
   Dtype weight_dtype;
   int64_t depth;
   int64_t stride;  // elements from one row of weight to the next
-  // Of T, [depth, padded(columns)], or [columns, depth] of at most kDotColumns; if paired of
-  // bfloat16, [up_to(2 * kTile, depth) / 2, up_to(kTile, columns), 2]. Zeros in the padding.
+  // Of T: [depth, padded(columns)], or [columns, depth] if there are at most kDotColumns. Paired,
+  // of bfloat16: [up_to(2 * kTile, depth) / 2, up_to(kTile, columns), 2]. The padding is zeros.
   const void* panel;
   bool paired;
   int64_t columns;
@@ -66,10 +66,10 @@ struct RowSource {
   int64_t depth_stride;
 };
 
-// out [rows, columns] = left [rows, depth] times a panel, added to what is there or not.
+// out [rows, columns] = left [rows, depth] times a panel, or out += this.
 template <typename T>
 struct Block {
-  const void* left;    // packed rows of T; of bfloat16 for a paired panel, terms side by side
+  const void* left;    // packed rows of T; for a paired panel rows of bfloat16
   int64_t row_stride;  // elements, for a paired panel
   // Of T, packed; paired of bfloat16, [up_to(2 * kTile, depth) / 2, kPanelColumns, 2], zeros in the
   // padding.
@@ -82,7 +82,7 @@ struct Block {
   bool add;
 };
 
-// Columns of logits z [V, columns] and what becomes of them.
+// Columns of logits z [V, columns], and the places of their results.
 template <typename T>
 struct Logits {
   T* z;
@@ -95,8 +95,8 @@ struct Logits {
   int64_t exps_stride;
 };
 
-// Columns of logits z [V, columns], those of a teacher beside them, and what their distributions
-// become.
+// Columns of logits z [V, columns], those of a teacher, and the places of the results of both
+// distributions.
 template <typename T>
 struct Distributions {
   T* z;
@@ -132,18 +132,18 @@ struct DecoderKernels {
   // Elements of any dtype as T.
   void (*read)(Dtype dtype, const void* from, int64_t count, T* to);
 
-  // x as a product with a weight of this dtype sees it.
+  // Rounds x to the dtype of the weight that it is multiplied with.
   void (*round)(Dtype dtype, T* x, int64_t count);
 
-  // Both operands of `multiply`, in an order of its own: depth * kPanelColumns elements of a panel,
-  // and rows * depth.
+  // Put both operands of `multiply` into the order in which it reads them: a panel has
+  // depth * kPanelColumns elements, the rows have rows * depth.
   void (*pack)(const PanelSource& source, T* panels);
   void (*pack_rows)(const RowSource& source, T* rows);
 
   // All rows of a block times its panel.
   void (*multiply)(const Block<T>& block);
 
-  // Of rows [begin, end) and every column: the largest logit and the first row that has it.
+  // Finds the largest logit of rows [begin, end) in every column, and the first row that has it.
   void (*peaks)(const Logits<T>& logits, int64_t begin, int64_t end, T* peak, int64_t* row);
 
   // Writes exps; sums exp(z - peak), and exp((z - peak) / temperature) into `tempered` unless null.
@@ -154,19 +154,19 @@ struct DecoderKernels {
   int64_t (*pick)(const Logits<T>& logits, int64_t column, int64_t begin, int64_t end,
                   double threshold);
 
-  // Of rows [begin, end): sums [kDistributionSums, columns]; those of a teacher only if there is
-  // one.
+  // Computes sums [kDistributionSums, columns] over rows [begin, end); those of a teacher only if
+  // there is one.
   void (*sum)(const Distributions<T>& distributions, int64_t begin, int64_t end, T* sums);
 
-  // Of the same rows the gradient, to `gradients`, and in place of z.
+  // Writes the gradient of the same rows to `gradients`, and in place of z.
   void (*differentiate)(const Distributions<T>& distributions, int64_t begin, int64_t end);
 
   // The state after the step; c for an LSTM.
   void (*forward)(CellKind kind, const Gates<T>& gates, T* h, T* c);
 
-  // From the gradients of the state after the step, dh and, for an LSTM, dc: those of the
-  // pre-activations (layout of Gates::pre); dh and dc become those of the state before the step,
-  // but for the part that comes through weight_hh.
+  // Computes the gradients of the pre-activations (layout of Gates::pre) from those of the state
+  // after the step, dh and, for an LSTM, dc. These become the gradients of the state before the
+  // step, without the part that comes through weight_hh.
   void (*backward)(CellKind kind, const Gates<T>& gates, T* dh, T* dc, T* const* d_pre);
 };
 
@@ -199,7 +199,7 @@ struct PairedKernels {
   void (*transpose)(const uint16_t* from, int64_t from_stride, int64_t depth, int64_t rows,
                     uint16_t* to, int64_t stride);
 };
-const PairedKernels* paired_kernels();  // null where the processor has no AVX512-BF16
+const PairedKernels* paired_kernels();  // null if the processor has no AVX512-BF16
 extern const PairedKernels kPairedAvx512;
 
 #if defined(__x86_64__) && defined(__linux__) && __GNUC__ >= 11

@@ -1,5 +1,5 @@
-// Steps whose inputs are all known, a layer after the other: of many rows the product with the
-// inputs at once, and of each step that with the state before it.
+// Steps whose inputs are all known, one layer after the other: inputs are multiplied many rows at
+// once, only the states step by step.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +11,13 @@
 
 namespace accumext::cpu {
 
-// From so many steps on, packing a weight pays.
+// The least number of steps for which packing a weight is worth its time.
 constexpr int64_t kFewestKnownSteps = 4;
 
 // Rows whose inputs are multiplied at once.
 constexpr int64_t kInputRows = 512;
 
-// Elements of gates that one thread has at least.
+// The least number of gates' elements for one thread.
 constexpr int64_t kGateGrain = 1 << 12;
 
 // A call that Decoding has checked.
@@ -54,7 +54,7 @@ class KnownSteps {
   }
 
  private:
-  // Where those of `count` steps go, [count B, pre_width_].
+  // The memory for the pre-activations of `count` steps, [count B, pre_width_].
   Tensor pre_activations(int64_t layer, int64_t step, int64_t count) const {
     const int64_t rows = count * batch_;
     if (!call_.pre) {
@@ -123,7 +123,7 @@ class KnownSteps {
     T* from_h = from_h_.get() + b * width_;
     add_bias(call_.cell[4 * layer + 2], pre);
     add_bias(call_.cell[4 * layer + 3], from_h);
-    // Of a GRU r multiplies the last part of from_h alone.
+    // r of a GRU multiplies only the last part of from_h.
     const int64_t added = call_.kind == CellKind::kGru ? 2 * units_ : width_;
     for (int64_t k = 0; k < added; ++k) pre[k] += from_h[k];
     std::copy(from_h + added, from_h + width_, pre + width_);

@@ -10,7 +10,7 @@
 namespace accumext::cpu {
 namespace {
 
-// A hint: where the system has no large pages, or no longer any, nothing happens.
+// A hint: if the system has no large pages, or has used them up, nothing happens.
 void large_pages_cpu(Tensor memory) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kLargePage = 2 << 20;  // bytes

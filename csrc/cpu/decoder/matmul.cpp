@@ -1,6 +1,6 @@
-// add_matmul: large products with sums in the accumulation dtype, whatever that of the operands. On
-// processors with AVX-512 the library's product of bfloat16 operands rounds its sums, and its
-// product of floats is, on some, half as fast as the processor.
+// add_matmul: large products with sums in the accumulation dtype, for operands of any dtype. On
+// processors with AVX-512 the library's product of bfloat16 operands rounds its sums, and on some
+// its product of floats reaches half of the processor's speed.
 #include <algorithm>
 #include <optional>
 
@@ -151,7 +151,7 @@ class Matmul {
     block.left = to;
   }
 
-  // The same, where pairs must lie next to each other.
+  // The same, if pairs have to be next to each other.
   void take_pairs(int64_t row, int64_t depth, Block<T>& block, uint16_t* transposed) const {
     block.left = left_.at(row, depth);
     block.row_stride = left_.row_stride;
@@ -184,10 +184,10 @@ void library_matmul(const Tensor& left, const Tensor& right, const Tensor& out) 
   using torch::stable::detail::from;
   StableIValue stack[] = {from(left), from(right), from(out)};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mm", "out", stack, TORCH_ABI_VERSION));
-  torch::stable::detail::to<Tensor>(stack[0]);  // out once more, which is ours to release
+  torch::stable::detail::to<Tensor>(stack[0]);  // a second handle of `out`, to be released here
 }
 
-// Where nothing here is faster. The dispatcher takes no Scalar, so addmm cannot be called.
+// For cases in which the library is fastest. addmm takes a Scalar, which cannot be passed here.
 template <typename T>
 void library_add_matmul(Tensor sums, Tensor left, const Tensor& right, bool overwrite) {
   if (overwrite) return library_matmul(left, right, sums);
@@ -216,7 +216,7 @@ Tensor converted(const Tensor& tensor, Dtype dtype) {
   return torch::stable::to(tensor, types[static_cast<int>(dtype)]);
 }
 
-// Of few columns, by the product that reads each row of the left operand once.
+// Few columns: the product that reads each row of the left operand once.
 template <typename T>
 void skinny_matmul(const Tensor& sums, const Tensor& left, const Tensor& right, bool overwrite) {
   const int64_t count = right.size(1);

@@ -13,12 +13,12 @@ namespace {
 template <typename T>
 constexpr int64_t kStrip = 2 * kRegister<T>;
 
-// Of a panel: a strip of them is 32 or 20 kilobytes, which leaves room for a tile of rows where the
-// first cache has no more than 32.
+// Terms of a panel: a strip then has 32 or 20 kilobytes. With only 32 in the first cache, there is
+// still room for a tile of rows.
 constexpr int64_t kPanelTerms = kVectorBytes >= 64 ? 256 : 320;
 
-// Terms of an operand whose terms lie apart that are packed before the next ones: of all rows or
-// columns, for these share cache lines.
+// Terms that are packed at once, of all rows or columns, if terms are not contiguous: neighbouring
+// rows or columns then share cache lines.
 constexpr int64_t kTermsAtOnce = 16;
 
 // The first `count` of kSize elements; zeros behind them.
@@ -30,7 +30,7 @@ template <typename T, int kSize>
   return x;
 }
 
-// Sums of kRows rows and kVectors registers of columns to `out`, or added to what is there.
+// Writes the sums of kRows rows and kVectors registers of columns to `out`, or adds them to it.
 template <typename T, int kSize, int kRows, int kVectors>
 [[gnu::always_inline]] inline void put_sums(const Block<T>& b,
                                             const Vector<T, kSize> (&sum)[kRows][kVectors],
@@ -47,7 +47,7 @@ template <typename T, int kSize, int kRows, int kVectors>
   }
 }
 
-// f(first row, height) for tiles of nearly the same height; the height is a constant.
+// Calls f(first row, height) for tiles of nearly the same height, which is a constant.
 template <int kRows, typename F>
 [[gnu::always_inline]] inline void with_height(int64_t height, const F& f) {
   if constexpr (kRows > 1) {
@@ -104,8 +104,8 @@ void multiply(const Block<T>& b) {
   }
 }
 
-// to(row, column)[...] = from(column, row): squares of 4 by 4, as many as fit; which are left over
-// is the caller's.
+// to(row, column)[...] = from(column, row), in squares of 4 by 4, as many as fit; the caller does
+// the remaining elements.
 template <typename T, typename scalar_t>
 [[gnu::always_inline]] inline void transpose_4x4(const scalar_t* from, int64_t from_stride, T* to,
                                                  int64_t to_stride) {

@@ -1,6 +1,6 @@
-// A weight that many steps multiply with the few rows of a batch: packed once into panels, as a
-// large product packs its right operand, so that rows lie as they do in tensors and no column is
-// padding.
+// A weight that many steps multiply with the few rows of a batch. It is packed once into panels, as
+// the right operand of a large product is. So the rows need no other order than that of tensors,
+// and no padding.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +28,7 @@ Tensor converted(const Tensor& tensor, Dtype dtype);
 template <typename T>
 void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite);
 
-// Multiplications that one thread has at least.
+// The least number of multiplications for one thread.
 constexpr int64_t kThreadProducts = 1 << 19;
 
 template <typename T>
@@ -72,7 +72,7 @@ class PackedWeight {
     decoder_kernels<T>().round(dtype_, rows_.data(), count * depth);
   }
 
-  // Panels that one thread has at least.
+  // The least number of panels for one thread.
   int64_t grain() const {
     const int64_t products = count_ * depth * kPanelColumns<T>;
     return std::max<int64_t>(1, kThreadProducts / std::max<int64_t>(1, products));

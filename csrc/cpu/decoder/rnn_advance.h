@@ -9,7 +9,7 @@
 
 namespace accumext::cpu {
 
-// Units of a layer that one thread has at least.
+// The least number of a layer's units for one thread.
 constexpr int64_t kUnitGrain = 4 * kRowBlock;
 
 template <typename T>
@@ -34,7 +34,7 @@ class Layer {
     require(from_x_.rows == rows && from_h_.rows == rows);
     require(bias_ih.numel() == 0 || bias_ih.numel() == rows);
     require(bias_hh.numel() == 0 || bias_hh.numel() == rows);
-    // Columns behind the batch are computed with, too.
+    // The padding columns behind the batch are computed, too.
     std::fill_n(x_part_.get(), rows * width_, T(0));
     std::fill_n(h_part_.get(), rows * width_, T(0));
   }
@@ -42,13 +42,13 @@ class Layer {
   int64_t units() const { return units_; }
   int64_t inputs() const { return from_x_.depth; }
 
-  // The state before the step that comes: [batch, units] each; c of an LSTM.
+  // Sets the state before the next step: [batch, units] each; c of an LSTM.
   void start(const T* h, const T* c) {
     transpose(h, h_);
     if (kind_ == CellKind::kLstm) transpose(c, c_);
   }
 
-  // The state now, [units, padded(batch)].
+  // The current state, [units, padded(batch)].
   const T* h() const { return h_.get(); }
 
   // A step on x [inputs, padded(batch)]; rows that are not active (null: all are) keep their state.
@@ -88,7 +88,7 @@ class Layer {
       T* from_x = x_part_.get() + first * width_;
       const T* from_h = h_part_.get() + first * width_;
       units.pre[g] = from_x;
-      if (kind_ == CellKind::kGru && g == 2) {  // r multiplies the part from h alone
+      if (kind_ == CellKind::kGru && g == 2) {  // r multiplies only the part from h
         units.pre[3] = from_h;
       } else {
         for (int64_t i = 0; i < units.size; ++i) from_x[i] += from_h[i];

@@ -84,7 +84,7 @@ class Backward {
     T* dc = dc_ != nullptr ? dc_ + b * units_ : nullptr;
     T* d_x = d_x_ + row * gates_ * units_;
     T* d_h = d_h_ != nullptr ? d_h_ + row * gates_ * units_ : d_x;
-    if (active_ != nullptr && !active_[row]) {  // the state passed by
+    if (active_ != nullptr && !active_[row]) {  // an inactive row keeps its state
       std::fill_n(d_x, gates_ * units_, T(0));
       std::fill_n(d_h, gates_ * units_, T(0));
     } else {
@@ -112,7 +112,7 @@ class Backward {
     return gates;
   }
 
-  // Adds the part through weight_hh; what goes on to the step before is cut, weighted, bounded.
+  // Adds the part through weight_hh, then applies the gate and the limit to the whole gradient.
   void pass_on(int64_t step, int64_t b, int64_t begin, int64_t end) {
     const int64_t row = step * batch_ + b;
     const T factor = gate_ != nullptr ? gate_[row] : T(1);

@@ -1,6 +1,6 @@
-// A weight that is multiplied with a few columns at a time, and those columns as its product wants
-// them. Columns of a step are kept transposed, [depth, padded(columns)]: neighbours in memory are
-// the same unit of neighbouring rows of the batch.
+// A weight that is multiplied with a few columns at a time, and the columns in the layout that the
+// product reads. Columns of a step are transposed, [depth, padded(columns)]: neighbours in memory
+// are the same unit of neighbouring rows of the batch.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -69,7 +69,7 @@ class Skinny {
     require(weight.dim() == 2 && (weight.stride(1) == 1 || depth <= 1));
     require((kDtypeOf<T> == Dtype::kDouble) == (dtype_ == Dtype::kDouble));
     if constexpr (std::is_same_v<T, float>) {
-      // Of fewer columns, most of a pair's register or tile would be padding.
+      // With fewer columns, most of a pair's register or tile would be padding.
       if (dtype_ == Dtype::kBFloat16 && columns > kDotColumns) paired_ = paired_kernels();
     }
     product_ = {.weight = weight.const_data_ptr(),
@@ -85,7 +85,7 @@ class Skinny {
     columns_ = columns;
   }
 
-  // The columns to multiply with: `count` of `x` [depth, stride], those named if any are.
+  // Takes the columns to multiply with: `count` of `x` [depth, stride], or those in `named`.
   void take(const T* x, int64_t stride, int64_t count, const int64_t* named = nullptr) {
     product_.columns = count;
     if (product_.paired) return pair(x, stride, count, named);

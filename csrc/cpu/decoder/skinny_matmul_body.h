@@ -1,7 +1,7 @@
 // A skinny product, weight [V, depth] times a panel of few columns: each weight is read from memory
-// once. Of more than a handful of columns, blocks of rows by columns are held in registers over the
-// whole depth, and the rows that come next are asked for while these are worked on; of a handful,
-// rows are read one after the other, and their terms are multiplied side by side.
+// once. With more than a handful of columns, the sums of a block of rows and columns stay in
+// registers over the whole depth, and the next rows are prefetched. With a handful, rows are read
+// one after the other, and their terms are multiplied side by side.
 #pragma once
 
 #include "cpu/decoder/kernels.h"
@@ -11,7 +11,7 @@
 namespace accumext::cpu {
 namespace {
 
-// `count` leading elements, all but at the right edge.
+// Stores the first `count` elements: all of them, unless the vector is at the right edge.
 template <typename T, int kSize>
 [[gnu::always_inline]] inline void store(T* to, const Vector<T, kSize>& x, int64_t count) {
   if (count >= kSize) {
@@ -21,9 +21,8 @@ template <typename T, int kSize>
   }
 }
 
-// kRows rows at a stride, read side by side. Three of them share a pointer, which the compiler is
-// kept from deriving from the others: it would hold kRows offsets, in registers that it does not
-// have.
+// kRows rows at a stride, read side by side. Three of them share a pointer. The compiler must not
+// derive it from the others: it would keep kRows offsets, for which there are not enough registers.
 template <int kRows, typename E>
 class RowPointers {
  public:
@@ -44,7 +43,7 @@ class RowPointers {
     for (int g = 0; g < kGroups; ++g) group_[g] += elements;
   }
 
-  // Nothing to prepare: terms are read where they are.
+  // Nothing to prepare: terms are read in place.
   [[gnu::always_inline]] void take(int64_t) {}
 
  private:
@@ -178,7 +177,7 @@ template <typename T, int kRows, typename scalar_t>
   }
 }
 
-// Rows of one block: with 32 registers 12, with 16 of them 6; 4 where a column takes several.
+// Rows of one block: 12 with 32 registers, 6 with 16; 4 if a column takes several registers.
 constexpr int kBlockRows = kVectorBytes >= 64 ? 12 : kVectorBytes >= 32 ? 6 : 4;
 
 template <typename T>
@@ -197,7 +196,7 @@ template <typename T, int kColumns, typename scalar_t>
 void dot_rows(const Product<T>& p, int64_t begin, int64_t end) {
   using V = Vector<T, kRegister<T>>;
   constexpr int kSize = kRegister<T>;
-  constexpr int kChains = kColumns == 1 ? 4 : 2;  // of sums that need not wait for one another
+  constexpr int kChains = kColumns == 1 ? 4 : 2;  // of independent sums
   constexpr int kStep = kChains * kSize;
   const auto* panel = static_cast<const T*>(p.panel);
   for (int64_t row = begin; row < end; ++row) {

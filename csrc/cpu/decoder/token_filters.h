@@ -16,7 +16,7 @@ struct Token {
   int64_t token;
 };
 
-// Larger logits come first, NaN before all as for torch, of equal ones the first in the vocabulary.
+// Larger logits come first, NaN before all as in torch; equal ones in the order of the vocabulary.
 template <typename T>
 bool before(const Token<T>& a, const Token<T>& b) {
   const bool no_number = std::isnan(a.logit);
@@ -24,8 +24,8 @@ bool before(const Token<T>& a, const Token<T>& b) {
   return a.logit > b.logit || (!(a.logit < b.logit) && a.token < b.token);
 }
 
-// A sample of the fewest of these tokens, largest first, whose share of them all reaches `top_p`:
-// by inversion, in the order of the vocabulary.
+// Samples from the fewest of these tokens, largest first, whose share of all reaches `top_p`. It
+// draws by inversion, in the order of the vocabulary.
 template <typename T>
 int64_t sample_of(std::vector<Token<T>>& tokens, double inverse_temperature, double top_p,
                   double uniform) {
@@ -53,7 +53,7 @@ int64_t sample_of(std::vector<Token<T>>& tokens, double inverse_temperature, dou
   return possible;
 }
 
-// The weights of all tokens of a row, of which some are kept: found by a histogram, not by sorting.
+// Selects the tokens to keep by a histogram of the weights of a row, without sorting.
 template <typename T>
 class TopPFilter {
  public:
@@ -90,7 +90,7 @@ class TopPFilter {
     }
   }
 
-  // By inversion, in the order of the vocabulary.
+  // Draws by inversion, in the order of the vocabulary.
   int64_t sample(double uniform) const {
     double sum = 0.0;
     int64_t possible = 0;

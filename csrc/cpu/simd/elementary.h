@@ -11,7 +11,7 @@ namespace {
 template <typename T>
 constexpr int kRegister = kVectorBytes / sizeof(T);
 
-// a * b + c, rounded once where the instruction set can.
+// a * b + c, rounded only once if the instruction set can do that.
 template <typename T, int kSize>
 [[gnu::always_inline]] inline Vector<T, kSize> multiply_add(Vector<T, kSize> a, Vector<T, kSize> b,
                                                             Vector<T, kSize> c) {

@@ -18,8 +18,8 @@ namespace {
 constexpr int64_t kRowBytes = 64;  // of a tile: 16 floats, or 32 terms
 constexpr int64_t kTerms = 2 * kTile;
 
-// Of the tiles below: sums and rows of the left operand are as many as there are rows, whoever
-// computes the others, so that a row has the same bits in any group of rows.
+// The shapes of the tiles below. Tiles of sums and of the left operand have only as many rows as
+// there are left, so that a row has the same bits in any group of rows.
 struct alignas(64) TileShapes {
   explicit TileShapes(int64_t rows_of_both) {
     const auto upper = static_cast<uint8_t>(std::min<int64_t>(rows_of_both, kTile));
@@ -36,8 +36,8 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {0, 0, 0, 0, 0, 0, kTile, kTile};
 };
 
-// At most 16 rows of the left operand, a tile of terms at a time. The last terms are copied, with
-// zeros behind them: what follows them in memory may be anything.
+// At most 16 rows of the left operand, a tile of terms at a time. The last terms are copied and
+// padded with zeros, because the memory behind them is arbitrary.
 class TileRows {
  public:
   TileRows(const uint16_t* first, int64_t stride, int64_t depth, int64_t rows)
@@ -73,8 +73,8 @@ struct TileColumns {
   const char* at(int64_t term) const { return first + term / 2 * bytes; }
 };
 
-// Tiles of 32 terms of the rows `above` and, if kLower, `below` times those of the panel's columns:
-// 32 if kTwo, otherwise 16.
+// Tiles of 32 terms of the rows `above` and, if kLower, `below`, times tiles of the panel: 32
+// columns if kTwo, otherwise 16.
 template <bool kLower, bool kTwo>
 [[gnu::always_inline]] inline void advance(const void* above, const void* below, int64_t bytes,
                                            const char* terms, int64_t ld) {
@@ -91,7 +91,7 @@ template <bool kLower, bool kTwo>
 }
 
 // Sums of these rows and columns stay in tiles over the whole depth; then put(sums [rows, 16],
-// rows, tile of rows, tile of columns). kAhead: rows behind `upper` that are fetched.
+// rows, tile of rows, tile of columns) is called. kAhead: rows behind `upper` to prefetch.
 template <bool kLower, bool kTwo, int kAhead, typename Put>
 [[gnu::always_inline]] inline void tile_block(const TileRows& upper, const TileRows& lower,
                                               const TileColumns& columns, const Put& put) {
@@ -138,7 +138,7 @@ template <int kAhead, typename Put>
       : tile_block<true, false, kAhead>(upper, lower, columns, put);
 }
 
-// f(row, count) for at most 32 rows of [begin, end) at a time, tiles being of their shape.
+// Calls f(row, count) for at most 32 rows of [begin, end) at a time, with tiles of their shape.
 template <typename F>
 [[gnu::always_inline]] inline void for_tiles(int64_t begin, int64_t end, const F& f) {
   if (begin == end) return;

@@ -1,5 +1,5 @@
-// Operands of bfloat16 products as their kernels want them, for processors with AVX-512: pairs of
-// terms next to each other.
+// Operands of bfloat16 products in the layout of their kernels, for processors with AVX-512: pairs
+// of terms next to each other.
 #pragma once
 
 #include "cpu/decoder/matmul_body.h"

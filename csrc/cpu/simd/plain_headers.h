@@ -21,6 +21,6 @@
 
 // Vectors never cross a call here, so how another compiler would pass them does not matter.
 #pragma GCC diagnostic ignored "-Wpsabi"
-#if !defined(__clang__)  // gcc 12 warns of what its own intrinsics leave undefined (PR 105593)
+#if !defined(__clang__)  // gcc 12 warns about its own intrinsics (PR 105593)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif

@@ -83,7 +83,7 @@ class RandomBlock {
   template <int kCount>
   [[gnu::always_inline]] static void fill_some(const PhiloxKeys& keys, uint64_t tensor,
                                                uint64_t stream, int64_t block, uint64_t* to) {
-    Words place;  // in the order that leaves them in order where pairs are stored
+    Words place;  // permuted, so that stored pairs are in order
     for (int i = 0; i < kWords; ++i) place[i] = i / 2 + i % 2 * (kWords / 2);
     Words counters[kCount][4];
     for (int k = 0; k < kCount; ++k) {

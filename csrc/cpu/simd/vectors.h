@@ -1,5 +1,5 @@
-// Vector registers of one instruction set: what kernels_*.cpp chose before including this. Macros
-// of the compiler cannot tell: g++ 12 defines them before it sees the choice.
+// Vector registers of the instruction set that kernels_*.cpp chose before including this. Macros of
+// the compiler do not tell which: g++ 12 defines them before it sees the choice.
 #pragma once
 
 #include "cpu/simd/plain_headers.h"
@@ -71,8 +71,7 @@ template <typename T>
   return x;
 }
 
-// The code that g++ 12 makes of __builtin_convertvector takes several times as long as this one
-// instruction.
+// g++ 12's code for __builtin_convertvector takes several times as long as this instruction.
 template <int kSize>
 [[gnu::always_inline]] inline Vector<uint32_t, kSize> load_uint16(const void* from) {
 #if ACCUMEXT_VECTOR_BYTES >= 64
@@ -143,7 +142,7 @@ template <int kSize>
   return result;
 }
 
-// To nearest, ties to even. In integers, as AVX512-BF16's own instruction makes 0 of subnormals.
+// Rounds to nearest, ties to even. In integers: AVX512-BF16's instruction makes 0 of subnormals.
 template <int kSize>
 [[gnu::always_inline]] inline Vector<uint16_t, kSize> bfloat16_bits(Vector<float, kSize> x) {
   const auto wide = bits<Vector<uint32_t, kSize>>(x);
@@ -164,9 +163,9 @@ template <typename scalar_t, int kSize, typename acc_t>
   }
 }
 
-// Asks for the cache lines that lie kAhead bytes behind a block of kSize elements. Worth a
-// twentieth of the bandwidth where a block takes more than a few instructions, so that fewer of
-// them are in flight at a time. The distances were the best of 0, 256, 512 and 1024 on a Zen 3.
+// Prefetches the cache lines that are kAhead bytes behind a block of kSize elements. It is worth a
+// twentieth of the bandwidth if a block takes more than a few instructions, so that fewer blocks
+// are in flight at a time. The distances were the best of 0, 256, 512 and 1024 on a Zen 3.
 template <int kSize, int kAhead, typename T>
 [[gnu::always_inline]] inline void prefetch(const T* block) {
   constexpr int kLine = 64;  // bytes
@@ -199,7 +198,7 @@ template <typename V>
   std::memcpy(to, &x, sizeof(V));
 }
 
-// Streamed stores become visible in no order until here: before other threads are told of them.
+// Orders streamed stores before all later ones, by which other threads learn of them.
 [[gnu::always_inline]] inline void finish_streaming() {
 #if defined(__SSE2__)
   _mm_sfence();

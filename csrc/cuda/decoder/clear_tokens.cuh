@@ -1,4 +1,4 @@
-// The kernel behind the softmax where tokens are their own targets.
+// The kernel that follows the softmax if tokens are their own targets.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace accumext::cuda {
 
-// exps of the tokens, which are their own targets: 0.
+// Sets the exps of the tokens, which are their own targets, to 0.
 //
 //   grid    as many blocks as have a thread per row    block   kBlockSize threads
 //   reads   tokens, int64, [rows]
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kBlockSize)
     clear_tokens_kernel(AnyMatrix exps, Column<const int64_t> tokens, int64_t count,
                         int64_t columns) {
   const int64_t row = int64_t{blockIdx.x} * kBlockSize + threadIdx.x;
-  if (row >= count || tokens[row] >= columns) return;  // a row that has ended may have any padding
+  if (row >= count || tokens[row] >= columns) return;  // padding may be beyond the vocabulary
   with_type(exps.dtype, [&](auto type) {
     using exp_t = decltype(type);
     *exps.as<exp_t>().at(row, tokens[row]) = rounded<exp_t>(0.0f);

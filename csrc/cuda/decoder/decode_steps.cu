@@ -11,10 +11,10 @@
 namespace accumext::cuda {
 namespace {
 
-// Rows whose inputs are multiplied at once where they are known.
+// Rows whose inputs are multiplied at once if they are known.
 constexpr int64_t kInputRows = 2048;
 
-// Every row is named, whether it is active or not: the host does not wait to know.
+// Every row goes through the head, active or not: else the host would have to wait for the device.
 template <typename T>
 class Decoding {
  public:
@@ -63,7 +63,7 @@ class Decoding {
     lookup_.width = width_;
   }
 
-  // Rows given to the head.
+  // Returns the number of rows that went through the head.
   int64_t run() {
     if (!call_.stats) {
       run_known();
@@ -94,10 +94,10 @@ class Decoding {
     return (static_cast<int64_t>(layers_.size()) - 1) * batch_ * units_;
   }
 
-  // For the products of so many steps at once.
+  // Memory for the products of `n` steps at once.
   struct Buffers {
     Tensor x;        // [n B, E]: what the first layer reads
-    Tensor between;  // [n B, H]: what the others do
+    Tensor between;  // [n B, H]: what the other layers read
     Tensor from_x;   // [n B, gates H]
 
     Buffers rows(int64_t count) const {
@@ -125,7 +125,7 @@ class Decoding {
     }
   }
 
-  // x of the inputs from this step on.
+  // Writes x for the inputs from this step on.
   void look_up(int64_t step, const Tensor& x) {
     lookup_.rows = views_.any_matrix(x, x.size(0), width_);
     lookup_.kept = kept_inputs(step);
@@ -137,7 +137,7 @@ class Decoding {
     return input_mask_ == nullptr ? nullptr : input_mask_ + step * batch_ * width_;
   }
 
-  // As many steps as the buffers have rows for, whose inputs have been looked up.
+  // Runs as many steps as the buffers have rows for; x has their inputs.
   void advance(int64_t step, const Buffers& buffers, const Outputs<T>& last) {
     const int64_t count = buffers.between.size(0);
     for (size_t l = 0; l < layers_.size(); ++l) {
@@ -165,8 +165,8 @@ class Decoding {
     require(call_.temperature > 0.0);
   }
 
-  // The window as one kernel takes it; nothing where its dtypes, its layers or dropout around them
-  // are not for that.
+  // The window as an argument of the persistent kernel; nothing if that kernel cannot run these
+  // dtypes, layers or dropout around them.
   std::optional<PersistentCall> persistent_call() const {
     const Dtype operand = float_dtype(call_.head_weight);
     const bool narrow = operand == Dtype::kHalf || operand == Dtype::kBFloat16;
@@ -268,7 +268,7 @@ class Decoding {
     }
   }
 
-  // Of a step: tokens and what belongs to them are for all steps, the rest for those of the call.
+  // The rows of a step. Tokens, targets and uniforms are of all steps, results of the call's steps.
   Rows<T> rows_of(const Rows<T>& rows, int64_t step) const {
     Rows<T> result = rows.from((step - begin_) * batch_);
     const Rows<T> of_all = rows.from(step * batch_);
@@ -309,7 +309,7 @@ class Decoding {
   const bool* dropout_mask_ = nullptr;
   const bool* input_mask_ = nullptr;
   const bool* output_mask_ = nullptr;
-  int64_t* names_ = nullptr;  // [rows]: where the head's rows are named
+  int64_t* names_ = nullptr;  // [rows]: the numbers of the head's rows
   Lookup lookup_;
   std::vector<Layer<T>> layers_;
 };

@@ -1,5 +1,5 @@
-// Consequences of a step's tokens: who has ended, what the next step reads, and its rows of the
-// embedding.
+// Consequences of a step's tokens: which rows have ended, the inputs of the next step, and their
+// rows of the embedding.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace accumext::cuda {
 
-// Rows of a table, and where they go.
+// A table, and the memory to which its rows are copied.
 struct Lookup {
   AnyMatrix table;    // [words, width]
   AnyMatrix rows;     // [rows, width], any dtype
@@ -26,7 +26,7 @@ struct Lookup {
     return rest;
   }
 
-  // One row, by `threads` threads of which this is the `thread`-th.
+  // Copies one row with `threads` threads, of which this is the `thread`-th.
   __device__ void copy(int64_t row, int64_t token, int thread, int threads) const {
     if (token < 0 || token >= words) __trap();
     with_type(table.dtype, [&](auto from_type) {
@@ -42,21 +42,21 @@ struct Lookup {
   }
 };
 
-// The memory in which a step's tokens change the steps behind it. Pointers begin at the first of
-// the rows that a launch has.
+// The memory through which a step's tokens affect later steps. Pointers begin at the first row of
+// the launch.
 struct FeedBack {
   int64_t* rows = nullptr;             // [rows]: names, from first_row on; or null
-  int64_t first_row = 0;               // t B, and what the rows begin at
+  int64_t first_row = 0;               // t B + the first row of the launch
   const bool* active = nullptr;        // [rows] of the step, or null: all are
-  int64_t pad = 0;                     // the token of a row that is not
-  int64_t later = 0;                   // steps behind this one; 0: nothing else here is wanted
+  int64_t pad = 0;                     // the input of an inactive row
+  int64_t later = 0;                   // number of later steps; 0: the members below are not used
   bool* active_later = nullptr;        // [later, B], or null: all are
   int64_t batch = 0;                   // B
   int64_t eos = -1;                    // ends a row; -1: nothing does
   const int64_t* teacher = nullptr;    // [rows] of the next step, fed instead of the token, or null
-  const bool* teacher_mask = nullptr;  // [rows]: where; or null: everywhere
+  const bool* teacher_mask = nullptr;  // [rows]: for which rows; or null: for all
   int64_t* inputs = nullptr;           // [rows] of the next step, to be written
-  Lookup lookup{};                     // what those read
+  Lookup lookup{};                     // the rows of the embedding for them
 
   // The same of the rows from `first` on.
   FeedBack from(int64_t first) const {
@@ -89,7 +89,7 @@ struct FeedBack {
     return taught ? teacher[row] : token;
   }
 
-  // For a row with such a token and next input, by all threads of a block.
+  // Writes the consequences for a row with this token and next input, with all threads of a block.
   __device__ void lead_on(int64_t row, int64_t token, int64_t input) const {
     lookup.copy(row, input, static_cast<int>(threadIdx.x), kBlockSize);
     if (!ends(row, token)) return;

@@ -1,4 +1,4 @@
-// Where blocks of a cooperative launch meet.
+// A barrier for the blocks of a cooperative launch.
 #pragma once
 
 #include "cuda/decoder/instructions.cuh"
@@ -6,7 +6,7 @@
 
 namespace accumext::cuda {
 
-// From where a barrier is called: the test shim compares the blocks' places, a GPU does not.
+// The source line that calls a barrier: the test shim compares those of the blocks, a GPU does not.
 #ifdef __CUDACC__
 struct CallSite {
   __device__ static CallSite current() { return {}; }
@@ -16,11 +16,11 @@ using CallSite = host_cuda::Site;
 #endif
 
 // A block's writes before arrive() are visible after wait() to every block that shares the counter.
-// Between the two it may do what no other block waits for. The counter, 0 when the kernel begins,
-// only grows: no block can overtake another by more than one meeting.
+// Between both, a block may do work that no other block waits for. The counter, 0 when the kernel
+// begins, only grows: no block can be ahead of another by more than one barrier.
 class GridBarrier {
  public:
-  // `expected` is in shared memory, of thread 0 alone; so many `blocks` share the counter.
+  // `expected` is in shared memory, for thread 0 only; `blocks` blocks share the counter.
   __device__ GridBarrier(unsigned long long* arrived, unsigned long long* expected, unsigned blocks)
       : arrived_(arrived), expected_(expected), blocks_(blocks) {
     if (threadIdx.x == 0) *expected_ = 0;

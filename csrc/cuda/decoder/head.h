@@ -34,8 +34,8 @@ class LogitsProduct {
   int64_t vocabulary() const { return weight_.size(0); }
   int64_t depth() const { return weight_.size(1); }
 
-  // Of rows [first, first + count) of hidden, [M, H] in the weight's dtype; `others` are what the
-  // same kernel goes through. In place of those of the call before.
+  // The logits of rows [first, first + count) of hidden, [M, H] in the weight's dtype. `others`:
+  // matrices that the same kernel reads or writes. Overwrites the logits of the call before.
   Logits<T> of(Tensor hidden, int64_t first, int64_t count, const AnyMatrix& others) {
     const Tensor some = torch::stable::narrow(hidden, 0, first, count);
     const Tensor logits = torch::stable::narrow(logits_, 1, 0, count);
@@ -59,7 +59,7 @@ inline Tensor rounded_like(const Queue& queue, const Tensor& hidden, const Tenso
   return operand;
 }
 
-// A product and two launches for up to `most` rows, three where tokens are their own targets.
+// A product and two launches for up to `most` rows; three launches if tokens are their own targets.
 template <typename T>
 class Head {
  public:
@@ -78,7 +78,7 @@ class Head {
   int64_t vocabulary() const { return product_.vocabulary(); }
   int64_t depth() const { return product_.depth(); }
 
-  // Rows of hidden, [M, H] in the weight's dtype; what feed_back says begins at the first of them.
+  // Evaluates the rows of hidden, [M, H] in the weight's dtype; feed_back begins at the first one.
   void evaluate(const Tensor& hidden, const Rows<T>& rows, FeedBack feed_back = {}) {
     for (int64_t first = 0; first < hidden.size(0); first += most_) {
       const int64_t count = std::min(most_, hidden.size(0) - first);

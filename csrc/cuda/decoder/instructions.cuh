@@ -1,5 +1,5 @@
 // Instructions that C++ has no name for: tensor cores, asynchronous copies, memory of other blocks.
-// Where there is no GPU the test shim answers for them: host_cuda/instructions.h.
+// Without a GPU the test shim emulates them: host_cuda/instructions.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -57,7 +57,8 @@ __device__ void mma_16x8x16(float (&sums)[4], const uint32_t (&a)[4], const uint
 
 // --- asynchronous copies -------------------------------------------------------------------------
 
-// The policy by which `kept` of all that is read leaves the L2 cache last, the rest first.
+// The policy by which the fraction `kept` of all reads is evicted last from the L2 cache, the
+// others first.
 __device__ inline uint64_t cache_policy([[maybe_unused]] float kept) {
   uint64_t policy = 0;
 #ifdef __CUDACC__
@@ -68,7 +69,7 @@ __device__ inline uint64_t cache_policy([[maybe_unused]] float kept) {
   return policy;
 }
 
-// Begins to copy `bytes` of 16, both sides aligned to 16, to shared memory; the rest becomes 0.
+// Begins to copy `bytes` of 16 bytes to shared memory, both sides aligned to 16; others become 0.
 __device__ inline void copy_async(Octet* to, const void* from, int bytes,
                                   [[maybe_unused]] uint64_t policy) {
 #ifdef __CUDACC__
@@ -82,7 +83,7 @@ __device__ inline void copy_async(Octet* to, const void* from, int bytes,
 #endif
 }
 
-// The same of all 16.
+// The same for all 16 bytes.
 __device__ inline void copy_async(Octet* to, const void* from, [[maybe_unused]] uint64_t policy) {
 #ifdef __CUDACC__
   asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;"
@@ -94,7 +95,7 @@ __device__ inline void copy_async(Octet* to, const void* from, [[maybe_unused]] 
 #endif
 }
 
-// The copies that the thread has begun since the last call are a group.
+// Makes a group of the copies that the thread has begun since the last call.
 __device__ inline void end_group() {
 #ifdef __CUDACC__
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -115,7 +116,7 @@ __device__ void wait_for_group() {
 
 // --- memory that other blocks write --------------------------------------------------------------
 
-// Past the caches of the multiprocessor, which other blocks do not write to.
+// Reads past the caches of the multiprocessor, which do not see the writes of other blocks.
 template <typename T>
 __device__ T load_shared_between_blocks(const T* from) {
 #ifdef __CUDACC__
@@ -130,7 +131,7 @@ __device__ T load_shared_between_blocks(const T* from) {
 #endif
 }
 
-// Counts up by one, after all that the thread has written, or has met others after they wrote it.
+// Counts up by one, after all writes of the thread, and of threads with which it has synchronised.
 __device__ inline void count_up_release(unsigned long long* count) {
 #ifdef __CUDACC__
   asm volatile("red.release.gpu.global.add.u64 [%0], 1;" : : "l"(count) : "memory");
@@ -140,8 +141,7 @@ __device__ inline void count_up_release(unsigned long long* count) {
 #endif
 }
 
-// Tells whether a counter has come to `least`; what others wrote before they counted up to there is
-// visible from then on.
+// Tells whether a counter has reached `least`; then all writes before the counting are visible.
 __device__ inline bool has_reached(const unsigned long long* counter, unsigned long long least) {
 #ifdef __CUDACC__
   unsigned long long value;

@@ -1,4 +1,4 @@
-// The kernel that looks up inputs in the embedding where nothing predicts them.
+// The kernel that looks up known inputs in the embedding.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace accumext::cuda {
 
-// lookup.rows of so many tokens.
+// Writes lookup.rows for the tokens.
 //
 //   grid    rows    block   kBlockSize threads, over one row
 //   reads   tokens, int64, [rows]; of the table as many rows, any dtype; kept, bool, [rows, width]

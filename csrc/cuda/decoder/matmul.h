@@ -9,8 +9,8 @@
 
 namespace accumext::cuda {
 
-// out = a b: [m, k] and [k, n] in one dtype, [m, n] in that dtype or, where that is half precision,
-// in float: the sums are kept in out's. Products in float obey torch's setting of TF32.
+// out = a b: [m, k] and [k, n] in one dtype, [m, n] in that dtype or, if that is half precision, in
+// float: sums have the dtype of out. Products in float obey torch's setting of TF32.
 inline void matmul(const Tensor& a, const Tensor& b, const Tensor& out) {
   using torch::stable::detail::from;
   const auto dtype = out.scalar_type();
@@ -25,7 +25,7 @@ inline void matmul(const Tensor& a, const Tensor& b, const Tensor& out) {
         torch_call_dispatcher("aten::mm", "dtype_out", stack, TORCH_ABI_VERSION));
     result = stack[0];
   }
-  torch::stable::detail::to<Tensor>(result);  // out once more, which is ours to release
+  torch::stable::detail::to<Tensor>(result);  // a second handle of `out`, to be released here
 }
 
 // Tells whether `matmul` can keep sums in T of operands of this dtype.

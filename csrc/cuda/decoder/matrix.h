@@ -25,7 +25,7 @@ struct Matrix {
   }
 };
 
-// A matrix whose dtype is known when it runs.
+// A matrix whose dtype is known at run time.
 struct AnyMatrix {
   void* data = nullptr;  // null: there is none
   Dtype dtype = Dtype::kFloat;

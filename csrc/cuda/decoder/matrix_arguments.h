@@ -62,12 +62,12 @@ class Views {
     return view;
   }
 
-  // Of any float dtype, to be read.
+  // A matrix of any float dtype that is only read.
   AnyMatrix operand(const Tensor& tensor, int64_t rows, int64_t columns) const {
     return any_matrix(tensor, rows, columns, /*written=*/false);
   }
 
-  // So many elements, one after the other.
+  // A contiguous vector of so many elements.
   template <typename T>
   T* dense(const Tensor& tensor, int64_t size) const {
     require(is<T>(tensor) && tensor.numel() == size && tensor.is_contiguous());

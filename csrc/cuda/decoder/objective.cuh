@@ -1,6 +1,5 @@
-// The output layer of a loss of whole distributions, behind its products: sums over the logits of
-// each chunk of a row, what follows for the row, its gradient. Four launches at most, whatever the
-// shape.
+// The output layer of a loss of whole distributions, after its products: sums over the logits of
+// each chunk of a row, the results of the row, its gradient. At most four launches for any shape.
 #pragma once
 
 #include <climits>
@@ -20,8 +19,8 @@ constexpr int kObjectiveBlocks = 2;  // of each multiprocessor: 128 registers pe
 
 struct ObjectiveSums {
   double of[kDistributionSums];
-  // Of words whose probabilities q are given: of q log(q / exp(z / temperature)), of q, and of how
-  // often a word comes after itself or a later one.
+  // Sums over words whose probabilities q are given: of q log(q / exp(z / temperature)), of q, and
+  // the number of times that a word comes after itself or after a later one.
   double given, mass, descents;
 };
 
@@ -45,7 +44,7 @@ __device__ inline ObjectiveSums from_below(ObjectiveSums x, int distance) {
 }
 
 // The first kernel's results for a chunk of a row. Sums are relative to the chunk's own peaks, or
-// to 0 where a peak is -inf.
+// to 0 if a peak is -inf.
 template <typename T>
 struct ObjectiveChunk {
   ObjectiveSums sums;
@@ -58,15 +57,15 @@ template <typename T>
 struct ObjectiveRow {
   T peak, teacher_peak;
   DistributionFactors<T> factors;
-  bool ascends;  // its words whose probabilities are given: no two are the same
+  bool ascends;  // whether the words with given probabilities ascend, so that no two are the same
 };
 
-// A call. `kept` are the elements of model.logits, in whose place the gradient is kept in T until
-// all that belongs to a word has been added up.
+// A call. `kept` has the memory of model.logits: the gradient replaces them, in T, until all
+// contributions to a word have been added up.
 template <typename T>
 struct Objective {
   Logits<T> model;
-  Logits<T> teacher;  // of the same tiles; without logits: there is none
+  Logits<T> teacher;  // with the same tiles; without logits: none
   Matrix<T> kept;     // [rows, columns]
   T inverse_temperature;
   ObjectiveChunk<T>* chunks;  // [bands, chunks, height]
@@ -74,14 +73,14 @@ struct Objective {
   DistributionRules rules;
   Column<const int64_t> targets;  // [rows]
   Column<const T> share;          // [rows]
-  int64_t size;                   // of the words whose probabilities are given
+  int64_t size;                   // number of words whose probabilities are given
   Matrix<const T> probabilities;  // [rows, size]
   Matrix<const int64_t> indices;  // [rows, size]; words outside [0, columns) have no gradient
   Column<int64_t> tokens;         // [rows]
   Matrix<T> stats;                // [5, rows], as head_objective of _operators.py
   AnyMatrix gradients;            // [rows, columns]
 
-  // The rest of it, from row `first` on.
+  // The same call from row `first` on.
   Objective from(int64_t first) const {
     Objective rest = *this;
     rest.targets = targets.from(first);
@@ -97,12 +96,12 @@ struct Objective {
   __device__ bool teaches() const { return teacher.logits.data != nullptr; }
   __device__ bool has(int64_t column) const { return column >= 0 && column < model.tiles.columns; }
 
-  // NaN where there is no such column.
+  // NaN if there is no such column.
   __device__ T logit(int64_t row, int64_t column) const {
     return has(column) ? model.logit(row, column) : T(NAN);
   }
 
-  // The gradient so far, which at the target is a statistic.
+  // Stores the gradient so far; at the target it is a statistic.
   template <typename gradient_t>
   __device__ void put(const Matrix<gradient_t>& to, int64_t row, int64_t column, int64_t target,
                       T gradient) const {
@@ -123,7 +122,7 @@ int64_t objective_workspace(Objective<T>& call, std::byte* memory) {
   return bytes + call.model.tiles.rows * sizeof(ObjectiveRow<T>);
 }
 
-// Of a word, from what both logits are above their peaks.
+// The numbers of a word, from the differences of both logits from their peaks.
 template <typename T>
 __device__ DistributionTerms<T> terms_of(const Objective<T>& call, T d, T teacher) {
   DistributionTerms<T> word{};
@@ -137,8 +136,8 @@ __device__ DistributionTerms<T> terms_of(const Objective<T>& call, T d, T teache
   return word;
 }
 
-// Adds the given words of a chunk: as many as it has columns, or more, where there are more of them
-// than columns in all.
+// Adds the given words of a chunk: as many as it has columns, or more if more words are given than
+// there are columns.
 template <typename T>
 __device__ void add_given(const Objective<T>& call, const Place& place, int64_t chunk,
                           ObjectiveSums& sums) {
@@ -161,7 +160,7 @@ __device__ void add_given(const Objective<T>& call, const Place& place, int64_t 
   }
 }
 
-// call.chunks.
+// Writes call.chunks.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
 //   reads   logits, T, [rows, columns], of the model and of the teacher, once; bias, [columns], of
@@ -203,12 +202,12 @@ __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
   }
 }
 
-// The sums of a chunk relative to the peaks of its row.
+// Converts the sums of a chunk to be relative to the peaks of its row.
 template <typename T>
 __device__ ObjectiveSums rescaled(const Objective<T>& call, const ObjectiveChunk<T>& chunk,
                                   double peak, double teacher_peak) {
   const double inverse = call.inverse_temperature;
-  const double depth = chunk.peak - peak;  // -inf where there is no finite logit
+  const double depth = chunk.peak - peak;  // -inf if there is no finite logit
   const double weight = std::exp(depth), tempered = std::exp(depth * inverse);
   const double (&of)[kDistributionSums] = chunk.sums.of;
   ObjectiveSums sums = chunk.sums;
@@ -224,7 +223,7 @@ __device__ ObjectiveSums rescaled(const Objective<T>& call, const ObjectiveChunk
   return sums;
 }
 
-// call.rows, tokens and stats, of which the last waits for the gradient.
+// Writes call.rows, tokens and stats but for the last one, which the gradient gives.
 //
 //   grid    tiles.bands()      block   kBlockSize threads
 //   reads   chunks; targets; share; of logits those of the targets
@@ -269,7 +268,7 @@ __global__ void __launch_bounds__(kBlockSize) objective_rows_kernel(Objective<T>
   *call.stats.at(4, row) = T(NAN);
 }
 
-// The gradient but for what the given words add.
+// Writes the gradient without the contributions of the given words.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
 //   reads   rows; targets; logits, T, [rows, columns], of the model and of the teacher; both bias
@@ -307,9 +306,9 @@ __global__ void __launch_bounds__(kBlockSize, kObjectiveBlocks)
   });
 }
 
-// Adds what is due to the given words to the gradient, in their order, kBlockSize of a row at a
-// time. Where they ascend, as all words of a vocabulary do, blocks share a row. Else one block has
-// it, and the first thread that has a word adds up what all others have of it.
+// Adds the contributions of the given words to the gradient, in their order, kBlockSize of a row at
+// a time. If words ascend, as all words of a vocabulary do, blocks share a row. Otherwise one block
+// has it, and the first thread that has a word adds up the contributions of all others to it.
 //
 //   grid    rows times any      block   kBlockSize threads
 //   reads   rows; targets; probabilities, T, and indices, int64, [rows, size]

@@ -1,4 +1,4 @@
-// A window of decoder steps as one kernel takes it: no torch here, and no CUDA.
+// A window of decoder steps as the argument of one kernel: no torch here, and no CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 
 namespace accumext::cuda {
 
-constexpr int kMaxLayers = 8;  // of a window: they travel with the kernel's arguments
+constexpr int kMaxLayers = 8;  // of a window, since they are part of the kernel's arguments
 
-// Elements next to each other, of a dtype that is known when it runs.
+// Contiguous elements of a dtype that is known at run time.
 struct AnyVector {
   const void* data = nullptr;  // null: there is none
   Dtype dtype = Dtype::kFloat;
@@ -42,7 +42,7 @@ struct PersistentCall {
   const int64_t* teacher;       // [T, B], or null
   const bool* teacher_mask;     // [T, B], or null
   bool* active;                 // [T, B], or null
-  int64_t eos, pad;             // eos: -1 for none, else active is there
+  int64_t eos, pad;             // eos: -1 for none, else `active` is given
   const double* uniforms;       // [T, B], or null
   double temperature;           // above 0
   Matrix<const uint16_t> head;  // [V, H] of the operand dtype, elements of a row next to each other

@@ -98,7 +98,7 @@ class PersistentCell {
  private:
   static constexpr int kWidth = kTiles * kTileRows;  // PersistentPlan::width
   static constexpr int kGroups = kCellRows / kRowGroup;
-  static constexpr int kSplits = kPersistentWarps / kTiles;  // of the depth: warps of equal tiles
+  static constexpr int kSplits = kPersistentWarps / kTiles;  // of the depth: warps of a tile
   static constexpr int kInFlight = 8;                        // chunks of x, of a warp
 
   __device__ static int gate_count_of(CellKind kind) {
@@ -157,7 +157,7 @@ class PersistentCell {
     return memory_.in_shared<float>(plan_.hidden) + parts * kTileRows * plan_.part_stride();
   }
 
-  // A warp takes one tile of the batch and of its chunks every kSplits-th.
+  // A warp takes one tile of the batch, and every kSplits-th of its chunks.
   template <int kAtOnce, typename Weight>  // Octet weight(int chunk, int group)
   __device__ void multiply(int layer, Operand operand, int64_t step, const Weight& weight) const {
     const int chunks = static_cast<int>(chunks_of(depth(layer, operand)));
@@ -184,10 +184,10 @@ class PersistentCell {
 
   __device__ static int column_of(int chunk) { return chunk * kChunk + lane_octet() * kOctet; }
 
-  // The same of rows of the table; beyond B anything, for those sums are no one's.
+  // The same for rows of the table; arbitrary ones beyond B, since nobody reads those sums.
   template <int kAtOnce>
   __device__ void look_up(Octet (&x)[kAtOnce][2], int first) const {
-    constexpr int kPart = kAtOnce < 4 ? kAtOnce : 4;  // of wide elements no more would have room
+    constexpr int kPart = kAtOnce < 4 ? kAtOnce : 4;  // more wide elements need too many registers
     const int depth = static_cast<int>(call_.inputs);
     const auto fed = [&](int half) {
       const int b = tile() * kTileRows + half * kRowGroup + lane_row();
@@ -227,7 +227,7 @@ class PersistentCell {
     return states[(step * call_.batch + b) * call_.units + unit];
   }
 
-  // One unit of a row of the batch; `place` among those of the pass.
+  // Advances one unit of a row of the batch; `place` is its index in the pass.
   __device__ void advance_unit(int layer, int pass, int64_t step, int b, int unit,
                                int place) const {
     const PersistentLayer& of = call_.layer[layer];

@@ -1,4 +1,4 @@
-// The output layer inside the persistent kernel: its weight, once per step, and what follows.
+// The output layer inside the persistent kernel: its weight is read once per step.
 #pragma once
 
 #include "cuda/decoder/persistent_memory.cuh"
@@ -9,16 +9,16 @@ namespace accumext::cuda {
 
 // The position of a warp's stream of weights.
 struct StreamPosition {
-  int steps;        // of which chunks are to be copied
-  int task, chunk;  // of the next of them
-  int stage;        // of the oldest chunk that is there, whose place the next one takes
+  int steps;        // whose chunks are still to be copied
+  int task, chunk;  // of the next chunk to copy
+  int stage;        // of the oldest chunk, which the next one replaces
 };
 
-// A warp's rows of the head's weight on their way into shared memory, chunk after chunk of task
-// after task, step after step: the first stages of a step are on their way before the hidden states
-// are known. A task is kGroups times kRowGroup rows; a warp's tasks are `first`, every
-// kPersistentWarps-th from there, before `end`. Each lane copies what it will itself multiply, so
-// that no thread waits for another.
+// A pipeline that copies a warp's rows of the head's weight into shared memory: by steps, tasks and
+// chunks, in this order. The first chunks of a step are on their way before the hidden states are
+// known. A task is kGroups times kRowGroup rows; a warp's tasks are every kPersistentWarps-th from
+// first_ to before end_. Each lane copies the elements that it multiplies itself, so that no thread
+// waits for another.
 template <int kGroups>
 class WeightStream {
  public:
@@ -28,7 +28,7 @@ class WeightStream {
     find_task();
   }
 
-  // The first stages of the first step.
+  // Begins to copy the first chunks of the first step.
   __device__ static StreamPosition begin() {
     WeightStream stream({0, 0, 0, 0});
     const PersistentCall& call = stream.memory_.call;
@@ -43,7 +43,7 @@ class WeightStream {
   __device__ int end() const { return end_; }
   __device__ const StreamPosition& position() const { return position_; }
 
-  // The oldest chunk, an octet of each group's row g; the next one takes its place.
+  // Reads the oldest chunk, an octet of each group's row g, and begins to copy the next one there.
   __device__ void take(Octet (&octets)[kGroups]) {
     wait();
     const Octet* const from = octets_ + position_.stage * kStage;
@@ -70,11 +70,11 @@ class WeightStream {
       }
       advance();
     }
-    end_group();  // an empty one counts, too
+    end_group();  // an empty group counts, too
     position_.stage = position_.stage + 1 == stages_ ? 0 : position_.stage + 1;
   }
 
-  // Of a chunk that has rows or columns beyond the weight's, or is not aligned.
+  // Copies a chunk that has rows or columns beyond the weight's, or is not aligned.
   __device__ void copy_part(Octet* to) const {
 #pragma unroll 1
     for (int group = 0; group < kGroups; ++group) {
@@ -101,8 +101,8 @@ class WeightStream {
     whole_chunks_ = weight_.whole_chunks(int64_t{position_.task} * kTaskRows, kTaskRows);
   }
 
-  // For the oldest chunk, or one that follows it: how many may be missing is part of the
-  // instruction.
+  // Waits for the oldest chunk, or for a later one as well: how many groups may be pending is a
+  // constant of the instruction.
   __device__ void wait() const {
     if (stages_ >= 7) {
       wait_for_group<6>();
@@ -126,8 +126,8 @@ class WeightStream {
   Octet* const octets_ =
       memory_.in_shared<Octet>(memory_.plan.stream) + warp_index() * stages_ * kStage + lane();
   StreamPosition position_;
-  const uint16_t* next_;  // of the next chunk the lane's octet in the first group
-  int whole_chunks_;      // of the next chunk's task
+  const uint16_t* next_;  // the lane's octet of the next chunk, in the first group
+  int whole_chunks_;      // in the next chunk's task
 };
 
 // A block's share of the vocabulary. Its warps take tasks in turn.
@@ -136,9 +136,9 @@ class PersistentHead {
  public:
   static constexpr int kGroups = kTiles == 4 ? 4 : 2;  // kRowGroup rows each: plan.task_rows
 
-  // The logits of a step and, of each row of the batch, this block's part of their statistics. The
-  // states are h after the step. Takes the shared memory at `hidden`. Before the logits of the step
-  // before are gone, their exps are written, while the memory is busy with the weight.
+  // Computes the logits of a step and this block's part of each row's statistics, from h after the
+  // step. Uses the shared memory at `hidden`. Before it overwrites the logits of the previous step,
+  // it writes their exps, while the weight is being read.
   __device__ StreamPosition predict(int64_t step, const StreamPosition& position) const {
     load_hidden(step);
     WeightStream<kGroups> stream(position);
@@ -172,7 +172,7 @@ class PersistentHead {
     return stream.position();
   }
 
-  // exps of a step whose logits are those that are there.
+  // Writes the exps of the step whose logits are stored.
   __device__ void write_exps(int64_t step) const {
     const WeightStream<kGroups> stream({0, 0, 0, 0});
 #pragma unroll 1
@@ -184,7 +184,7 @@ class PersistentHead {
  private:
   static constexpr int kTaskRows = WeightStream<kGroups>::kTaskRows;
   static constexpr int kWidth = kTiles * kTileRows;  // PersistentPlan::width
-  static constexpr int kRows = 2 * kTiles;           // of the batch that a lane has sums of
+  static constexpr int kRows = 2 * kTiles;           // rows of the batch for which a lane has sums
   static constexpr int kWords = 2 * kGroups;         // of a task
 
   // The n-th of a lane's words of a task.
@@ -203,7 +203,7 @@ class PersistentHead {
     __syncthreads();
   }
 
-  // Of the lane's words of a task.
+  // Loads the bias of the lane's words of a task.
   __device__ void load_bias(float (&bias)[kWords], int task) const {
     with_type(call_.head_bias.dtype, [&](auto type) {
       const auto* from = static_cast<const decltype(type)*>(call_.head_bias.data);
@@ -215,8 +215,8 @@ class PersistentHead {
     });
   }
 
-  // Of the lane's sums the logits, and of its rows of the batch what they come to. Beyond the
-  // vocabulary a logit is -inf, not the sum: zeros times a state that is infinite are NaN.
+  // Stores the logits of the lane's sums, and adds them to the statistics of its rows. Beyond the
+  // vocabulary a logit is -inf, not the sum: zeros times an infinite state are NaN.
   __device__ void keep(const float (&sums)[kTiles][kGroups][4], const float (&bias)[kWords],
                        int task, Statistics (&found)[kRows]) const {
     int words[kWords];
@@ -236,8 +236,8 @@ class PersistentHead {
     }
   }
 
-  // exp(z - peak) of the lane's logits of a task, 0 at the targets. It wrote the logits itself, in
-  // keep(). Those of some rows are read before any is used: each takes the latency of the L2 cache.
+  // Writes exp(z - peak) of the lane's logits of a task, 0 at the targets. The lane wrote them, in
+  // keep(). Several rows are read before the first is used, to hide the latency of the L2 cache.
   __device__ void write_exps(int64_t step, int task) const {
     if (call_.exps.data == nullptr) return;
     constexpr int kAtOnce = kRows < 4 ? kRows : 4;
@@ -273,7 +273,8 @@ class PersistentHead {
     });
   }
 
-  // The block's statistics of every row, from those of its lanes and warps, in a fixed order.
+  // Publishes the block's statistics of every row, from those of its lanes and warps, in a fixed
+  // order.
   __device__ void publish(int64_t step, Statistics (&found)[kRows]) const {
     Statistics* const parts = memory_.in_shared<Statistics>(plan_.hidden);  // [width, warps]
     __syncthreads();

@@ -1,4 +1,4 @@
-// The persistent kernels: of a dtype of operands, and of batches of so many tiles of 16 rows.
+// The persistent kernels: one per dtype of operands and number of 16-row tiles of the batch.
 #pragma once
 
 #include <cstddef>

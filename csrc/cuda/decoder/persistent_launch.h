@@ -19,13 +19,13 @@ inline PersistentKernel kernel_of(const PersistentCall& call) {
   return kernel_of<__nv_bfloat16>(call.batch);
 }
 
-// Tells whether the kernel takes this window on the queue's device. Nothing is launched or waits.
+// Tells whether the kernel can run this window on the queue's device. Launches nothing.
 inline bool persistent_fits(const Queue& queue, const PersistentCall& call) {
   return persistent_plan(call, queue.limits(kernel_of(call), kBlockSize)).blocks > 0;
 }
 
-// Runs the window, which must fit: scratch memory is taken from torch's allocator, its counters
-// become 0, and one kernel is launched. A CUDA graph may capture it.
+// Runs the window, which must fit: allocates scratch memory from torch, clears its counters, and
+// launches one kernel. A CUDA graph may capture it.
 inline void launch_persistent(const Queue& queue, const PersistentCall& call) {
   const PersistentKernel kernel = kernel_of(call);
   const PersistentPlan plan = persistent_plan(call, queue.limits(kernel, kBlockSize));

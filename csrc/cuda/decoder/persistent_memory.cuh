@@ -12,8 +12,8 @@
 
 namespace accumext::cuda {
 
-// It lies in shared memory itself: an outlined function cannot reach the arguments of the kernel
-// but through the caches, which every meeting of the blocks empties.
+// It is itself in shared memory: an outlined function would read the kernel's arguments through the
+// caches, which every barrier of the blocks invalidates.
 struct PersistentMemory {
   PersistentCall call;
   PersistentPlan plan;
@@ -21,7 +21,7 @@ struct PersistentMemory {
   int begin_word, end_word;  // the block's share of the vocabulary
   int begin_unit, end_unit;  // of the units of every layer
 
-  // Of the block, once all threads have called set_up().
+  // The memory of the block, once all threads have called set_up().
   __device__ static const PersistentMemory& of_block() { return *place(); }
 
   __device__ static void set_up(const PersistentCall& call, const PersistentPlan& plan,
@@ -56,7 +56,7 @@ struct PersistentMemory {
     return in_scratch<uint16_t>(plan.dropped) + layer * plan.operand_size;
   }
 
-  // Of each row its largest logit and the lowest word that has it, as key_of() packs them: [width].
+  // The largest logit of each row and the lowest word that has it, as key_of() packs them: [width].
   __device__ unsigned long long* keys(int64_t step) const {
     return in_scratch<unsigned long long>(plan.keys) + step % 2 * plan.width;
   }
@@ -66,24 +66,24 @@ struct PersistentMemory {
     return in_scratch<PersistentShare>(plan.shares)[first + b];
   }
 
-  // Of [V, width], and of words up to the end of the last task.
+  // An element of [V, width], or of words up to the end of the last task.
   __device__ float* logit(int64_t word, int64_t b) const {
     return in_scratch<float>(plan.logits) + word * plan.width + b;
   }
 
   // --- who owns what ---
 
-  // Where a block's share of the vocabulary begins.
+  // The begin of a block's share of the vocabulary.
   __device__ int first_word(int64_t block) const {
     const int64_t tasks = (call.vocabulary + plan.task_rows - 1) / plan.task_rows;
     const int64_t word = share_begin(tasks, block, plan.blocks) * plan.task_rows;
     return static_cast<int>(word < call.vocabulary ? word : call.vocabulary);
   }
 
-  // The block that keeps account of a row of the batch.
+  // Tells whether this block writes the results of a row of the batch.
   __device__ bool owns_row(int64_t b) const { return b % plan.blocks == blockIdx.x; }
 
-  // Where the call keeps a row's results: of [(end - begin) B].
+  // The index of a row's results, of [(end - begin) B].
   __device__ int64_t result(int64_t step, int64_t b) const {
     return (step - call.begin) * call.batch + b;
   }

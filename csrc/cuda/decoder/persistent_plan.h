@@ -1,5 +1,5 @@
-// The layout of a window of decoder steps over a GPU that keeps it to itself: which blocks own
-// what, and what lies where in shared and in scratch memory. No torch here, and no CUDA.
+// The layout of a window of decoder steps that has a GPU to itself: the shares of blocks, and the
+// places of data in shared and in scratch memory. No torch here, and no CUDA.
 #pragma once
 
 #include <algorithm>
@@ -26,21 +26,21 @@ ACCUMEXT_HOST_DEVICE inline int64_t chunks_of(int64_t depth) {
 }
 
 // Floats from a row of the batch to the next in a warp's part of a product with so many groups of
-// rows: an odd number of groups, so that a warp's accesses meet in no bank.
+// rows. The number of groups is made odd, so that a warp's accesses have no bank conflicts.
 ACCUMEXT_HOST_DEVICE inline int part_stride_of(int groups) { return (groups | 1) * kRowGroup; }
 
-// Of a share: where that of `block` begins where `blocks` share `count` evenly.
+// The begin of the share of `block` if `blocks` share `count` evenly.
 ACCUMEXT_HOST_DEVICE inline int64_t share_begin(int64_t count, int64_t block, int64_t blocks) {
   return count * block / blocks;
 }
 
-// The statistics of a block's logits of a row, to be summed up by whoever reads them.
+// The statistics of a block's logits of a row; each reader sums them up.
 struct PersistentShare {
   double sum, tempered;  // of exp(z - peak), and of exp((z - peak) / temperature)
   float peak;
 };
 
-// The state of a row of the batch, which every block keeps for itself.
+// The state of a row of the batch, of which every block has a copy.
 struct PersistentRow {
   int64_t fed;     // the input of the next step
   int64_t target;  // of the step whose logits are known
@@ -52,19 +52,19 @@ struct PersistentPlan {
   int blocks = 0;  // 0: the window does not fit
   int width;       // of the batch: width_of()
   int task_rows;   // of the head's weight that a warp multiplies at once with the hidden states
-  int stages;      // of that weight on their way to a warp
-  bool resident;   // the cells' weights stay in shared memory
+  int stages;      // chunks of that weight that are in flight to a warp
+  bool resident;   // whether the cells' weights stay in shared memory
   // A block goes through its units `units_per_pass` at a time; the rows of their gates are padded
   // to `cell_groups` groups of kRowGroup.
   int passes, units_per_pass, cell_groups;
   int64_t operand_size;  // elements of a rounded copy of h: width rows of whole chunks
-  float kept;            // part of the head's weight that may stay in the L2 cache
+  float kept;            // fraction of the head's weight to keep in the L2 cache
 
-  // In shared memory, bytes from its beginning. `hidden` is also where the warps' parts of the
-  // cells' products and of the logits' statistics meet, each in its time.
+  // Offsets in shared memory, in bytes. The warps' parts of the cells' products and of the logits'
+  // statistics also use `hidden`, at other times.
   int64_t cells, hidden, stream, biases, rows, meetings, shared_bytes;
 
-  // In scratch memory. `arrived` and `keys` are 0 when the kernel begins: `zeroed` bytes.
+  // Offsets in scratch memory. `arrived` and `keys`, `zeroed` bytes, are 0 when the kernel begins.
   int64_t arrived, keys, zeroed, sampled, operands, dropped, shares, logits, scratch_bytes;
 
   int gates_rows(CellKind kind) const { return gate_count(kind) * units_per_pass; }
@@ -76,7 +76,7 @@ inline int64_t pad_to(int64_t size, int64_t multiple) {
   return (size + multiple - 1) / multiple * multiple;
 }
 
-// Where things lie one after the other.
+// Allocates memory for one thing after the other.
 class Room {
  public:
   int64_t take(int64_t bytes) {
@@ -105,7 +105,7 @@ inline int width_of(int64_t batch) {
 
 namespace persistent {
 
-// shared_bytes and the places in it, with so many stages.
+// Sets shared_bytes and the offsets in it, for so many stages.
 inline void lay_out_shared(const PersistentCall& call, PersistentPlan& plan) {
   Room room;
   int64_t octets = 0;
@@ -138,13 +138,13 @@ inline void lay_out_scratch(const PersistentCall& call, PersistentPlan& plan) {
   plan.scratch_bytes = room.size();
 }
 
-// Tells whether the elements of a row lie next to each other.
+// Tells whether the elements of a row are contiguous.
 template <typename M>  // Matrix or AnyMatrix
 bool dense_rows(const M& matrix, int64_t columns) {
   return matrix.column_stride == 1 || columns <= 1;
 }
 
-// Tells whether the kernel takes a window at all.
+// Tells whether the kernel supports a window, on any device.
 inline bool takes(const PersistentCall& call) {
   if (call.batch < 1 || call.batch > kMaxPersistentBatch || call.layers > kMaxLayers) return false;
   if (call.operand != Dtype::kHalf && call.operand != Dtype::kBFloat16) return false;
@@ -161,14 +161,13 @@ inline bool takes(const PersistentCall& call) {
 
 }  // namespace persistent
 
-// The plan of a window; its blocks are 0 where the kernel does not take it.
+// The plan of a window; its blocks are 0 if the kernel cannot run it.
 inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLimits& device) {
   PersistentPlan plan{};
   if (device.capability < 80 || device.blocks < 1 || !persistent::takes(call)) return plan;
 
   plan.width = width_of(call.batch);
-  // With 64 rows a warp would wait for shared memory, were its hidden states not used twice as
-  // often.
+  // With 64 rows a warp would wait for shared memory, so it uses its hidden states twice as often.
   plan.task_rows = (plan.width == 64 ? 4 : 2) * kRowGroup;
   const int gates = gate_count(call.kind);
   const int64_t units = (call.units + device.blocks - 1) / device.blocks;
@@ -177,13 +176,13 @@ inline PersistentPlan persistent_plan(const PersistentCall& call, const DeviceLi
   plan.units_per_pass = static_cast<int>((units + plan.passes - 1) / plan.passes);
   plan.cell_groups = (plan.gates_rows(call.kind) + kRowGroup - 1) / kRowGroup;
   plan.operand_size = plan.width * chunks_of(call.units) * kChunk;
-  // A weight that fits into half of the cache stays there. Of a larger one, less: the kept part
-  // then displaces data that passes by, and three tenths of an H100's cache have been the best
+  // A weight that fits into half of the cache stays there. A larger one gets less of the cache,
+  // because the kept part displaces other data; on an H100 three tenths of it were the best
   // share.
   const double share = static_cast<double>(device.l2_bytes) / (2.0 * call.vocabulary * call.units);
   plan.kept = static_cast<float>(share >= 2.0 ? 1.0 : 0.3 * share);
 
-  // As many stages as there is room for; but before they are too few the cells' weights go.
+  // As many stages as there is room for; if they were too few, the cells' weights do not stay.
   const auto fits = [&](bool resident, int least) {
     plan.resident = resident;
     for (plan.stages = kMaxStages; plan.stages >= least; --plan.stages) {

@@ -1,4 +1,4 @@
-// The persistent kernel's results from a step's logits.
+// The results that the persistent kernel computes from a step's logits.
 #pragma once
 
 #include <climits>
@@ -19,7 +19,7 @@ struct Statistics {
 };
 static_assert(sizeof(Statistics) == 12);  // persistent_plan.h
 
-// Of two sets of logits together; of equals the first counts.
+// The statistics of two sets of logits together; of equal logits the first counts.
 __device__ inline Statistics combined(const Statistics& a, const Statistics& b) {
   const Peak<float> top = combined(Peak<float>{a.peak, a.at}, Peak<float>{b.peak, b.at});
   const auto scaled = [&](const Statistics& part) {
@@ -28,8 +28,8 @@ __device__ inline Statistics combined(const Statistics& a, const Statistics& b) 
   return {top.value, top.at, scaled(a) + scaled(b)};
 }
 
-// The same with more logits, of later words in their order; without a branch, for lanes would take
-// both sides.
+// Adds more logits, of later words in their order; without a branch, of which lanes would take both
+// sides.
 template <int kCount>
 __device__ void add(Statistics& to, const float (&logits)[kCount], const int (&words)[kCount]) {
   const float before = to.peak;
@@ -45,7 +45,7 @@ __device__ void add(Statistics& to, const float (&logits)[kCount], const int (&w
   for (int n = 0; n < kCount; ++n) to.sum += std::exp(logits[n] - from);
 }
 
-// Of kLanes neighbouring lanes together. All lanes must call it.
+// Combines the statistics of kLanes neighbouring lanes. All lanes must call it.
 template <int kLanes>
 __device__ Statistics combined_across(Statistics all) {
   for (int distance = 1; distance < kLanes; distance *= 2) {
@@ -56,8 +56,8 @@ __device__ Statistics combined_across(Statistics all) {
   return all;
 }
 
-// A logit and its word in 64 bits: the larger logit, of equals the lower word, is the larger
-// number; a NaN is larger than any. Never 0.
+// Packs a logit and its word into 64 bits: the larger logit, of equal ones the lower word, makes
+// the larger number; a NaN makes the largest. Never 0.
 __device__ inline unsigned long long key_of(float logit, int word) {
   logit += 0.0f;  // -0 is 0
   uint32_t bits;
@@ -77,7 +77,7 @@ __device__ inline Peak<float> peak_of(unsigned long long key) {
   return peak;
 }
 
-// 1 / temperature, as inverse_of() in softmax_stats.cuh; 1 where nothing is drawn.
+// 1 / temperature, as inverse_of() in softmax_stats.cuh; 1 if tokens are not sampled.
 __device__ inline float inverse_temperature(const PersistentCall& call) {
   constexpr double kMost = 0x1p126;
   if (call.uniforms == nullptr) return 1.0f;
@@ -85,11 +85,11 @@ __device__ inline float inverse_temperature(const PersistentCall& call) {
   return static_cast<float>(inverse > kMost ? kMost : inverse < 1 / kMost ? 1 / kMost : inverse);
 }
 
-// Draws tokens, and writes down what the loss needs, of a step that every block has predicted.
+// Draws the tokens of a step that every block has predicted, and writes the numbers of the loss.
 class PersistentResults {
  public:
-  // Of the block's logits of a step the sums that sample() reads, where the temperature is not 1.
-  // Takes the shared memory at `hidden`.
+  // Computes the sums of the block's logits that sample() reads if the temperature is not 1. Uses
+  // the shared memory at `hidden`.
   __device__ void temper(int64_t step) const {
     const int b = threadIdx.x % plan_.width;
     const int turns = kBlockSize / plan_.width;
@@ -112,8 +112,8 @@ class PersistentResults {
     memory_.share(step, blockIdx.x, b).tempered = sum;
   }
 
-  // The token that is drawn by inversion in a row; see sampled() in softmax_stats.cuh. All threads
-  // of the block must call it, after every block has predicted.
+  // Draws a row's token by inversion; see sampled() in softmax_stats.cuh. All threads of the block
+  // must call it, after every block has predicted.
   __device__ int sample(int64_t step, int64_t b) const {
     const Place place(Tiles{1, 1, 1});
     const float factor = inverse_temperature(call_);
@@ -140,15 +140,14 @@ class PersistentResults {
     return in.exists() && found.exists() ? first + found.term() : peak.at;
   }
 
-  // Writes the results that only the loss and the caller wait for, but for exps:
-  // persistent_head.cuh.
+  // Writes the results that no later step reads, except exps, which persistent_head.cuh writes.
   __device__ void record(int64_t step) const {
     record_targets(step);
     record_statistics(step);
   }
 
  private:
-  // The logit of the target: by the block that has it.
+  // Writes the logit of the target; the block that has it does so.
   __device__ void record_targets(int64_t step) const {
     for (int b = threadIdx.x; b < call_.batch; b += kBlockSize) {
       const int64_t target = memory_.row(b).target;
@@ -160,7 +159,7 @@ class PersistentResults {
     }
   }
 
-  // The other statistics of the rows that the block owns, a warp per row.
+  // Writes the other statistics of the rows that the block owns, a warp per row.
   __device__ void record_statistics(int64_t step) const {
     constexpr int kAtOnce = 5;  // all 132 blocks of an H100
     for (int64_t b = blockIdx.x + int64_t{warp_index()} * plan_.blocks; b < call_.batch;

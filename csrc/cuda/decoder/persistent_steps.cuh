@@ -8,7 +8,7 @@
 
 namespace accumext::cuda {
 
-// The work of one block. Its parts are outlined, so that each has all registers.
+// The work of one block. Its parts are outlined, so that each one can use all registers.
 template <typename T, int kTiles>
 class PersistentSteps {
  public:
@@ -68,7 +68,7 @@ class PersistentSteps {
 
   __device__ __noinline__ static void temper(int64_t step) { PersistentResults().temper(step); }
 
-  // The tokens of the rows that the block owns, for all blocks.
+  // Draws the tokens of the rows that the block owns, for all blocks.
   __device__ __noinline__ static void sample(int64_t step) {
     const PersistentMemory& memory = PersistentMemory::of_block();
     int* const sampled = memory.in_scratch<int>(memory.plan.sampled);
@@ -82,7 +82,7 @@ class PersistentSteps {
 
   __device__ __noinline__ static void write_exps(int64_t step) { Head().write_exps(step); }
 
-  // All layers. The first pass of the first layer has been multiplied with h already.
+  // Advances all layers. The first pass of the first layer has already been multiplied with h.
   __device__ void advance(int64_t step) {
 #pragma unroll 1
     for (int layer = 0; layer < call_.layers; ++layer) {
@@ -110,13 +110,13 @@ class PersistentSteps {
     row.ended = false;
   }
 
-  // No other block looks at the keys of the step before, which are those of the next one.
+  // Clears the keys of the step before, which no other block reads any more, for the next step.
   __device__ void clear_keys(int64_t step) const {
     if (blockIdx.x == 0 && threadIdx.x < call_.batch) memory_.keys(step)[threadIdx.x] = 0;
   }
 
-  // Finds the token that a row has predicted, whether it has ended, and what it reads next. Every
-  // block finds it out for itself; its owner writes it down.
+  // Finds the token that a row has predicted, whether the row has ended, and its next input. Every
+  // block does so for itself; the owner of the row writes the results.
   __device__ void feed_back(int64_t step, int b) const {
     PersistentRow& row = memory_.row(b);
     const int64_t at = step * call_.batch + b;
@@ -158,15 +158,15 @@ class PersistentSteps {
                        memory_.in_shared<unsigned long long>(memory_.plan.meetings), gridDim.x};
 };
 
-// Steps [begin, end) of a recurrent decoder with its head. All blocks run at the same time and meet
-// once per layer and once per step, and once more where tokens are sampled.
+// Steps [begin, end) of a recurrent decoder with its head. All blocks run at the same time, with a
+// barrier per layer and per step, and one more if tokens are sampled.
 //
 //   grid    plan.blocks, a cooperative launch    block   kBlockSize threads, with
 //           plan.shared_bytes of dynamic shared memory
 //   scratch plan.scratch_bytes, of which the first plan.zeroed are 0
 //   reads   per step: the head's weight, 2 V H bytes; rows of the table, [B, E], and the rounded
 //           states, [B, H], by every block, which the L2 cache has after the first; the cells'
-//           weights once per window where they stay in shared memory, else per step
+//           weights once per window if they stay in shared memory, else per step
 //   writes  per step: states, [B, H]; logits to scratch, 4 V width bytes, read again a step later
 //           for exps, [B, V]; tokens, inputs, rows, stats and active, [B]
 template <typename T, int kTiles>

@@ -13,14 +13,14 @@ struct Advance {
   Column<const bool> active;       // [B], or null: all are
   Matrix<const T> h, c;            // [B, units]; c of an LSTM
   Matrix<T> h_next, c_next;        // [B, units]; c_next of an LSTM
-  // h_next rounded to what products read, [B, units], or null:
-  AnyMatrix operand;        // the layer's own product of the next step
-  AnyMatrix output;         // that of the layer above or of the head, which
-  Matrix<const bool> kept;  // may lack units, [B, units], or null: none, and
-  T scale;                  // has this factor where it may
+  // Rounded copies of h_next, [B, units], or null, for products:
+  AnyMatrix operand;        // of the layer itself in the next step
+  AnyMatrix output;         // of the layer above or of the head, with dropout
+  Matrix<const bool> kept;  // [B, units]: units that dropout keeps; or null: all
+  T scale;                  // factor of these units
 };
 
-// The state after a step; that before it in rows that are not active.
+// Writes the state after a step; in rows that are not active, the state before it.
 //
 //   grid    rows times blocks_per_row    block   kBlockSize threads, one per unit of a row
 //   reads   from_x and from_h, T, [B, gates units]; bias_x and bias_h, T, [gates units]; h, and c

@@ -10,7 +10,7 @@
 namespace accumext::cuda {
 namespace {
 
-// One launch for all steps, if they fit: of a weight in half precision.
+// Uses one launch for all steps, if they fit and the weight has half precision.
 bool at_once(const Queue& queue, const LayerGradient<float>& call, const AnyMatrix& weight) {
   const bool half = weight.dtype == Dtype::kHalf;
   if (!half && weight.dtype != Dtype::kBFloat16) return false;
@@ -30,7 +30,7 @@ bool at_once(const Queue& queue, const LayerGradient<float>& call, const AnyMatr
   return true;
 }
 
-// Two launches a step, and one behind the last.
+// Two launches per step, and one after the last step.
 template <typename T>
 void step_by_step(const Queue& queue, const Views& views, const LayerGradient<T>& call,
                   const Tensor& weight) {

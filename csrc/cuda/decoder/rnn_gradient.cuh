@@ -25,12 +25,12 @@ __device__ T carried(const Carry<T>& carry, int64_t row, T x) {
   return x;
 }
 
-// The gradients that a step sends back to the state before it: dh and dc, to which the product with
-// weight_hh is to be added, then carried.
+// The gradients that a step sends back to the state before it: dh, to which the product with
+// weight_hh is added, and dc; then `carry` is applied to both.
 template <typename T>
 struct Passing {
   Matrix<T> dh, dc;         // [B, units]; dc of an LSTM, else null
-  Matrix<const T> product;  // [B, units]: of weight_hh; null: no step has sent anything
+  Matrix<const T> product;  // [B, units]: with weight_hh; null: none in the first step
   Carry<T> carry;
 };
 
@@ -84,7 +84,7 @@ struct LayerGradient {
             .d_h = rows(d_h, row, gates * units)};
   }
 
-  // Of what goes from step t to the state before it.
+  // The factor and bound of the gradient from step t to the state before it.
   ACCUMEXT_HOST_DEVICE Carry<T> carry(int64_t t) const {
     return {{gate == nullptr ? nullptr : gate + t * batch, 1}, limit};
   }
@@ -96,7 +96,7 @@ struct LayerGradient {
   }
 };
 
-// Of one unit of a row, all that a step backward reads of it but dh and dc.
+// All that a step backward reads of one unit of a row, except dh and dc.
 template <typename T>
 struct UnitBefore {
   bool active = false;
@@ -121,8 +121,8 @@ __device__ UnitBefore<T> unit_before(const Gradient<T>& call, int64_t row, int64
   return of;
 }
 
-// A unit's step backward. dh and dc become what reaches the state before it past the product with
-// weight_hh; in a row that is not active they stay. leave(gate, d_x, d_h): gradients of the gates.
+// A unit's step backward. dh and dc become the gradients of the state before it, without the
+// product with weight_hh; inactive rows keep them. leave(gate, d_x, d_h) gets the gates' gradients.
 template <CellKind kKind, typename T, typename Leave>
 __device__ void unit_backward(const UnitBefore<T>& of, T& dh, T& dc, const Leave& leave) {
   if (!of.active) {
@@ -161,9 +161,9 @@ __device__ void unit_backward(const UnitBefore<T>& of, T& dh, T& dc, const Leave
   }
 }
 
-// One step backward: gradients of the gates, 0 in rows that are not active; dh and dc, passed on
-// unchanged in those rows, become what reaches the state before the step past the product with
-// weight_hh.
+// One step backward: the gradients of the gates, 0 in rows that are not active. dh and dc, which do
+// not change in those rows, become the gradients of the state before the step, without the product
+// with weight_hh.
 //
 //   grid    rows times blocks_per_row    block   kBlockSize threads, one per unit of a row
 //   reads   dh, product and d_out, T, [B, units]; pre, [B, 4 units], not of a plain RNN; h,
@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kBlockSize)
   if constexpr (kKind == CellKind::kLstm) *passing.dc.at(row, unit) = dc;
 }
 
-// The first step's gradients, passed on: dh and dc become those of the state before it.
+// Completes dh and dc after the first step: they become the gradients of the state before it.
 //
 //   grid    rows times blocks_per_row    block   kBlockSize threads, one per unit of a row
 //   reads   dh and product, T, [B, units]; dc of an LSTM, [B, units]; gate, T, [B]; limit

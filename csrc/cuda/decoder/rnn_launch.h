@@ -1,4 +1,4 @@
-// The choice of the kind of cell by the launchers of a recurrent layer's kernels, and the launch.
+// The launch of a recurrent layer's kernels, by the kind of its cell.
 #pragma once
 
 #include <type_traits>
@@ -9,7 +9,7 @@
 
 namespace accumext::cuda {
 
-// f(a constant of this kind)
+// Calls f with the kind as a constant.
 template <typename F>
 auto with_kind(CellKind kind, const F& f) {
   switch (kind) {
@@ -24,7 +24,7 @@ auto with_kind(CellKind kind, const F& f) {
   }
 }
 
-// A kernel with one thread per unit of so many rows.
+// Launches a kernel with one thread per unit of each row.
 template <typename... Parameters>
 void launch_units(const Queue& queue, void (*kernel)(Parameters...), int64_t rows, int64_t units,
                   const std::type_identity_t<Parameters>&... arguments) {

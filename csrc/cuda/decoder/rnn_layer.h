@@ -10,7 +10,7 @@
 
 namespace accumext::cuda {
 
-// The copies of a layer's outputs for whoever reads them next.
+// The copies of a layer's outputs for the layer above or the head.
 template <typename T>
 struct Outputs {
   AnyMatrix rows;              // [n B, H], any dtype; or null
@@ -58,13 +58,13 @@ class Layer {
 
   int64_t inputs() const { return weight_ih_.size(0); }
 
-  // Takes up the state before a step.
+  // Begins with the state before a step.
   void start(int64_t step) {
     torch::stable::copy_(operand_, torch::stable::select(states_, 0, step));
   }
 
-  // Steps from `begin` on whose inputs are [n B, inputs()]; from_x, [n B, gates H], is for their
-  // products. Two launches a step, of n products of the inputs one.
+  // Runs the steps from `begin` on with inputs [n B, inputs()]; from_x, [n B, gates H], is memory
+  // for their products. Two launches per step, and one product of all inputs.
   void run(int64_t begin, const Tensor& inputs, const Tensor& from_x, const Outputs<T>& outputs) {
     matmul(inputs, weight_ih_, from_x);
     const T* products = static_cast<const T*>(from_x.data_ptr());

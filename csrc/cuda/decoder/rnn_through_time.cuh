@@ -11,8 +11,8 @@
 namespace accumext::cuda {
 
 // The work of one block: it owns some units of a band of rows. Their part of weight_hh stays in
-// shared memory, and so do dh and dc. Per step it finds the gradients of their gates, waits for
-// those of the band's other blocks, and multiplies.
+// shared memory, and so do dh and dc. Per step the block computes the gradients of their gates,
+// waits for those of the band's other blocks, and multiplies all of them with its weights.
 template <typename T, int kTiles, CellKind kKind>
 class RnnThroughTime {
  public:
@@ -55,7 +55,7 @@ class RnnThroughTime {
   }
 
  private:
-  static constexpr int kSplits = kPersistentWarps / kTiles;  // of the depth: warps of equal tiles
+  static constexpr int kSplits = kPersistentWarps / kTiles;  // of the depth: warps of a tile
   static constexpr int kGroups = kCellRows / kRowGroup;
   static constexpr int kInFlight = 12;  // chunks of the operands, of a warp
 
@@ -74,7 +74,7 @@ class RnnThroughTime {
   // The gates' gradients of a step, rounded, in the order of operand_place().
   __device__ uint16_t* operands(int64_t t) const { return operands_ + t % 2 * plan_.operand_size; }
 
-  // f(i, row, unit) of each that the thread owns; neighbouring threads take neighbouring units.
+  // Calls f(i, row, unit) for each unit that the thread owns; neighbours take neighbouring units.
   template <typename F>
   __device__ void each_unit(const F& f) const {
     for (int i = threadIdx.x; i < rows_ * plan_.units(); i += kBlockSize) {
@@ -99,7 +99,7 @@ class RnnThroughTime {
     }
   }
 
-  // The inputs of the thread's first unit in a step, before its gradients are there.
+  // The inputs of the thread's first unit in a step, read before the gradients are known.
   __device__ UnitBefore<float> before_of_first(int64_t t) const {
     const int row = threadIdx.x / plan_.units();
     const int64_t unit = first_unit_ + threadIdx.x % plan_.units();
@@ -168,8 +168,8 @@ class RnnThroughTime {
   GridBarrier barrier_;
 };
 
-// Steps of a layer backward, from the last to the first, and what the first passes on. All blocks
-// run at the same time; those of a band meet once per step.
+// Steps of a layer backward, from the last to the first, with the gradients that the first sends
+// back. All blocks run at the same time; those of a band have one barrier per step.
 //
 //   grid    plan.blocks, a cooperative launch    block   kBlockSize threads, with
 //           plan.shared_bytes of dynamic shared memory

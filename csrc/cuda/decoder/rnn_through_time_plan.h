@@ -1,5 +1,5 @@
-// The layout of a layer's steps backward over a GPU that keeps them to itself. No torch here, and
-// no CUDA.
+// The layout of a layer's backward steps that have a GPU to themselves. No torch here, and no
+// CUDA.
 #pragma once
 
 #include <cstdint>
@@ -18,11 +18,11 @@ struct ThroughTimePlan {
   int chunks;            // of the depth of the products, gates times units
   int64_t operand_size;  // elements of a rounded copy of the gates' gradients, of a band
 
-  // In shared memory, bytes from its beginning.
+  // Offsets in shared memory, in bytes.
   int64_t weight, parts, passing, meetings, shared_bytes;
 
-  // In scratch memory, all of which is 0 when the kernel begins: a counter for each band, and its
-  // `operands` of two steps.
+  // Offsets in scratch memory, all of which is 0 when the kernel begins: a counter for each band,
+  // and its `operands` of two steps.
   int64_t arrived, operands, scratch_bytes;
 
   ACCUMEXT_HOST_DEVICE int units() const { return groups * kRowGroup; }
@@ -65,9 +65,9 @@ inline ThroughTimePlan plan_of(int tiles, int64_t batch, int64_t units, int64_t 
 
 }  // namespace through_time
 
-// Its blocks are 0 where the kernel does not take it. Per step every block reads what its band has
-// left in the L2 cache, so bands are as narrow as shared memory allows: with half as many rows a
-// block keeps twice as much of the weight. limits(tiles): DeviceLimits of the kernel for them.
+// The plan of a layer; its blocks are 0 if the kernel cannot run it. Per step every block reads the
+// gradients of its band from the L2 cache, so bands are as narrow as shared memory allows: with
+// half as many rows a block keeps twice as much of the weight. limits(tiles): the kernel's limits.
 template <typename Limits>
 ThroughTimePlan through_time_plan(int64_t batch, int64_t units, int64_t gates,
                                   const Limits& limits) {

@@ -1,5 +1,5 @@
-// Parts shared by the kernels of a recurrent layer's step: element by element, between the products
-// with its weights. One launch each.
+// Parts shared by the elementwise kernels of a recurrent layer's step, which run between the
+// products with its weights. One launch each.
 #pragma once
 
 #include <cmath>
@@ -14,8 +14,8 @@ namespace accumext::cuda {
 template <CellKind kKind>
 constexpr int kGates = gate_count(kKind);  // device code may use the constant, not call a constexpr
 
-// Rows are cut into blocks, so that all threads of one share a row. A thread takes one unit: these
-// launches are short, and most of their time is that of a few accesses one after another.
+// Rows are cut into blocks, so that all threads of a block share a row. A thread takes one unit:
+// these launches are short, and the latency of a few accesses takes most of their time.
 inline int64_t blocks_per_row(int64_t units) { return (units + kBlockSize - 1) / kBlockSize; }
 
 struct Unit {
@@ -32,7 +32,7 @@ __device__ inline bool is_live(const Column<const bool>& active, int64_t row) {
   return active.data == nullptr || active[row];
 }
 
-// An element of a matrix of any dtype, which may be null, rounded to that.
+// Rounds x to the dtype of a matrix and stores it; the matrix may be null.
 template <typename T>
 __device__ void put(const AnyMatrix& matrix, int64_t row, int64_t column, T x) {
   if (matrix.data == nullptr) return;

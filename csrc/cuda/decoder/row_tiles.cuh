@@ -1,5 +1,5 @@
-// The sharing of a tile of rows that lie side by side by a block, and sums and largest elements of
-// those rows over its threads, in an order that the tile alone decides.
+// Tiles of neighbouring rows, each shared by the threads of a block; sums and largest elements of
+// these rows, in an order that depends only on the tile.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace accumext::cuda {
 
-constexpr int kPerThread = 16;  // elements of a tile that a thread has: they stay in registers
+constexpr int kPerThread = 16;  // elements of a tile for each thread, which stay in registers
 constexpr int kTileSize = kBlockSize * kPerThread;
 constexpr int kSectorBytes = 32;  // the smallest access of the memory
 constexpr int kWarps = kBlockSize / kWarpSize;
@@ -30,10 +30,10 @@ struct Tiles {
   ACCUMEXT_HOST_DEVICE int64_t chunks() const { return (columns + width() - 1) / width(); }
 };
 
-// Tiles of one row where columns lie side by side in every matrix that the call goes through, so
-// that neighbouring threads take neighbouring columns. Else neighbouring threads take neighbouring
-// rows, as many as fill a sector: higher tiles would cut each row into more chunks, whose partial
-// results every block of the second launch goes through.
+// Tiles have one row if columns are contiguous in every matrix of the call, so that neighbouring
+// threads take neighbouring columns. Otherwise neighbouring threads take neighbouring rows, as many
+// as fill a sector: higher tiles would cut each row into more chunks, and every block of the second
+// launch reads the partial results of all chunks.
 template <typename T>
 Tiles tiles_of(int64_t rows, int64_t columns, const Matrix<const T>& logits,
                const AnyMatrix& exps) {
@@ -51,9 +51,9 @@ bool aligned_rows(const Matrix<T>& matrix, int64_t element_size) {
          matrix.row_stride * element_size % bytes == 0;
 }
 
-// The task of a thread in its block, and its block in the grid: one of the `slots` blocks that
-// share the chunks of a band, of each of which it takes every `turns`-th element, or vector, of one
-// row.
+// The place of a thread in its block, and of the block in the grid: one of the `slots` blocks that
+// share the chunks of a band. In each chunk the thread takes every `turns`-th element, or vector,
+// of one row.
 struct Place {
   int64_t band, slot, slots;
   int64_t row;
@@ -62,7 +62,7 @@ struct Place {
 
   __device__ explicit Place(const Tiles& tiles) {
     const int64_t bands = tiles.bands();
-    band = blockIdx.x % bands;  // so that blocks of one time share lines of the cache
+    band = blockIdx.x % bands;  // so that concurrent blocks share cache lines
     slot = blockIdx.x / bands;
     slots = gridDim.x / bands;
     in_tile = static_cast<int>(threadIdx.x) % tiles.height;
@@ -73,7 +73,7 @@ struct Place {
 
   ACCUMEXT_HOST_DEVICE int height() const { return kBlockSize / turns; }
 
-  // Of the thread's n-th element, from the tile's first; kCount are neighbours.
+  // The column of the thread's n-th element, from the tile's first; kCount are neighbours.
   template <int kCount>
   __device__ int column_of(int n) const {
     return (n / kCount * turns + turn) * kCount + n % kCount;
@@ -88,7 +88,7 @@ struct Peak {
   int at;
 };
 
-// The larger, a NaN before any number; of equals the first.
+// The larger one, a NaN before any number; of equal ones the first.
 template <typename T>
 __device__ Peak<T> combined(const Peak<T>& a, const Peak<T>& b) {
   const bool a_nan = a.value != a.value;
@@ -117,12 +117,12 @@ __device__ inline Sums from_below(const Sums& x, int distance) {
           __shfl_down_sync(kAllLanes, x.tempered, distance)};
 }
 
-// The term that made a running sum pass a threshold, and the sum before it.
+// The term with which a running sum exceeds a threshold, and the sum before it.
 struct Crossing {
   static constexpr int kNone = INT_MAX;
   static constexpr int kMissed = 1 << 30;
 
-  int key;  // the term; kNone - term where no term did and this is the last that is not 0
+  int key;  // the term; or, if no term did, kNone - the last term that is not 0
   double before;
 
   __device__ bool exists() const { return key != kNone; }
@@ -157,7 +157,7 @@ __device__ V row_combined(const Place& place, V mine) {
 
 // --- running sums of a row's terms ---------------------------------------------------------------
 
-// f(i) for the thread's part of [0, n): parts are contiguous, and in the order of the turns.
+// Calls f(i) for the thread's part of [0, n): parts are contiguous, in the order of the turns.
 template <typename F>
 __device__ void for_part(const Place& place, int n, const F& f) {
   const int size = (n + place.turns - 1) / place.turns;
@@ -172,7 +172,7 @@ struct Prefix {
   double whole;   // the sum of all terms
 };
 
-// Sums of term(0), term(1), ... term(n - 1), of each row its own. Every thread must call it.
+// Sums up term(0), term(1), ... term(n - 1) for each row. Every thread must call it.
 template <typename Term>
 __device__ Prefix row_prefix(const Place& place, int n, const Term& term) {
   __shared__ double of_warp[kWarps][kMaxHeight<float>];
@@ -196,9 +196,9 @@ __device__ Prefix row_prefix(const Place& place, int n, const Term& term) {
   return prefix;
 }
 
-// The first term that makes the running sum greater than the threshold: never one of 0, and the
-// last other one should the sum, which is rounded in another order than the threshold, not get
-// there. Every thread must call it.
+// The first term with which the running sum exceeds the threshold; never a term of 0. The last such
+// term if the sum, which is rounded in another order than the threshold, does not exceed it. Every
+// thread must call it.
 template <typename Term>
 __device__ Crossing first_past(const Place& place, int n, double before, double threshold,
                                const Term& term) {

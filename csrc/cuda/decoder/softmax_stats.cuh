@@ -1,5 +1,5 @@
-// The output layer behind its product: what each chunk of a row of logits says by itself, then what
-// follows for the row. Two launches, whatever the shape.
+// The output layer after its product: partial results of each chunk of a row of logits, then the
+// results of the row. Two launches for any shape.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ struct Logits {
   Column<const T> bias;    // [columns], or null
   Tiles tiles;
 
-  // Of what there is for each chunk of each row, [bands, chunks, height].
+  // The index in arrays with one element for each chunk of each row, [bands, chunks, height].
   ACCUMEXT_HOST_DEVICE int64_t index(int64_t band, int64_t chunk) const {
     return (band * tiles.chunks() + chunk) * tiles.height;
   }
@@ -38,30 +38,30 @@ struct Logits {
   }
 };
 
-// A call, and what its first kernel leaves for its second. Sums are relative to the largest logit
-// of their chunk, so that no term overflows; one without a finite logit counts from 0.
+// A call, and the results of its first kernel for its second. Sums are relative to the largest
+// logit of their chunk, so that no term overflows; without a finite logit they are relative to 0.
 template <typename T>
 struct Softmax : Logits<T> {
   T inverse_temperature;
-  // Of each chunk of each row:
+  // For each chunk of each row:
   double* sum;       // of exp(z - origin)
-  double* tempered;  // of exp((z - origin) * inverse_temperature); null where sum serves
+  double* tempered;  // of exp((z - origin) * inverse_temperature); null: equal to sum
   T* peak;           // the largest logit
   int32_t* at;       // its column, from the chunk's first
 };
 
-// The rows and results that the second kernel is asked for.
+// The rows and results of the second kernel.
 template <typename T>
 struct Rows {
-  // [rows]; one outside [0, columns) has a logit of NaN. Null: the tokens, and who calls clears
-  // exps.
+  // [rows]; a target outside [0, columns) has a logit of NaN. Null: the tokens, and the caller
+  // clears exps.
   Column<const int64_t> targets;
   Column<const double> uniforms;  // [rows] in [0, 1): sample; null: take the argmax
   AnyMatrix exps;                 // [rows, columns]: exp(z - peak), 0 at the target; or null
   Column<int64_t> tokens;         // [rows]
   Matrix<T> stats;                // [3, rows]: peak, sum of exp(z - peak), target's logit
 
-  // Those from row `first` on.
+  // The same from row `first` on.
   Rows from(int64_t first) const {
     Matrix<T> its_stats = stats;
     its_stats.data = stats.at(0, first);
@@ -70,8 +70,8 @@ struct Rows {
   }
 };
 
-// 1 / temperature, neither infinite nor 0: 0 times it is 0, so that the smallest temperatures take
-// the argmax, and -inf times it is -inf.
+// 1 / temperature, made neither infinite nor 0: 0 times it is 0, so that the smallest temperatures
+// take the argmax, and -inf times it is -inf.
 template <typename T>
 T inverse_of(double temperature) {
   const double most = std::is_same_v<T, double> ? 0x1p1022 : 0x1p126;
@@ -108,7 +108,7 @@ __device__ T origin(T peak) {
   return peak == T(-INFINITY) ? T(0) : peak;
 }
 
-// The number of columns that exist of a chunk of the thread's row.
+// The number of columns of a chunk that exist in the thread's row.
 template <typename T>
 __device__ int columns_left(const Logits<T>& call, const Place& place, int64_t chunk) {
   if (place.row >= call.tiles.rows) return 0;
@@ -116,7 +116,7 @@ __device__ int columns_left(const Logits<T>& call, const Place& place, int64_t c
   return static_cast<int>(left < call.tiles.width() ? left : call.tiles.width());
 }
 
-// Of the thread's logits of a tile those from `first` on; -inf where there are none.
+// The thread's logits of a tile from `first` on; -inf if there are none.
 template <int kCount, typename T, int kElements>
 __device__ void load_tile(const Logits<T>& call, const Place& place, int64_t chunk, int left,
                           int first, T (&z)[kElements]) {
@@ -145,7 +145,7 @@ __device__ void load_tile(const Logits<T>& call, const Place& place, int64_t chu
   }
 }
 
-// The largest of a tile that is in the thread's row. Every thread must call it.
+// The largest logit of a tile in the thread's row. Every thread must call it.
 template <int kCount, typename T>
 __device__ Peak<T> tile_peak(const Place& place, const T (&z)[kPerThread]) {
   Peak<T> mine{z[0], place.column_of<kCount>(0)};
@@ -156,14 +156,14 @@ __device__ Peak<T> tile_peak(const Place& place, const T (&z)[kPerThread]) {
   return row_combined(place, mine);
 }
 
-// call.peak, at, sum and tempered of every chunk of every row.
+// Writes call.peak, at, sum and tempered for every chunk of every row.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
 //   reads   logits, T, [rows, columns], once: 4 or 8 bytes per element; bias, T, [columns]
 //   writes  peak, at, sum, tempered, [bands, chunks, height]: 16 to 28 bytes per chunk of a row,
 //           which is kTileSize / height columns
 //   kCount: elements that a thread reads at once. A row's sum is formed in the order of the tile's
-//   threads and chunks, which neither the grid nor the GPU decides.
+//   threads and chunks, which depends neither on the grid nor on the GPU.
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kBlockSize, kSoftmaxBlocks)
     softmax_chunks_kernel(Softmax<T> call) {
@@ -209,9 +209,9 @@ __device__ Peak<T> row_peak(const Softmax<T>& call, const Place& place) {
   return row_combined(place, mine);
 }
 
-// By inversion: the first column at which the running sum of the tempered exponentials passes the
-// uniform number's share of the whole, `weighted`, [chunks], strided by tiles.height, being what
-// the chunks contribute. The argmax where there is no such column: the logits are not numbers.
+// Draws by inversion: the first column at which the running sum of the tempered exponentials
+// exceeds the uniform number times the whole sum. `weighted`, [chunks] with a stride of
+// tiles.height, are the sums of the chunks. The argmax if logits are NaN: there is no such column.
 template <typename T>
 __device__ int64_t sampled(const Softmax<T>& call, const Place& place, double uniform,
                            const double* weighted, const Prefix& prefix, T peak, int64_t argmax) {
@@ -238,7 +238,7 @@ __device__ int64_t sampled(const Softmax<T>& call, const Place& place, double un
   return in.exists() && found.exists() ? begin + found.term() : argmax;
 }
 
-// Statistics and tokens of a band of rows, and what follows from those, by a block.
+// A block's work for a band of rows: statistics, tokens, and the consequences of the tokens.
 template <typename T>
 __device__ void finish_band(const Softmax<T>& call, const Rows<T>& rows, const FeedBack& feed_back,
                             const Place& place, const Peak<T>& peak) {
@@ -291,7 +291,7 @@ __device__ void finish_band(const Softmax<T>& call, const Rows<T>& rows, const F
   }
 }
 
-// exps of the chunks first, first + step, ... of a band, by a block.
+// A block's work for exps: the chunks first, first + step, ... of a band.
 template <int kCount, typename T, typename exp_t>
 __device__ void write_exps(const Softmax<T>& call, const Rows<T>& rows, const Place& place, T peak,
                            int64_t first, int64_t step, const Matrix<exp_t>& exps) {
@@ -332,10 +332,10 @@ __device__ void write_exps(const Softmax<T>& call, const Rows<T>& rows, const Pl
   }
 }
 
-// rows.stats and tokens, and what follows from those, by the first block of each band, from what
-// softmax_chunks_kernel has left; and rows.exps, by the others.
+// From the results of softmax_chunks_kernel, the first block of each band writes rows.stats, the
+// tokens and their consequences; the others write rows.exps.
 //
-//   grid    tiles.bands(), times two or more where exps are wanted
+//   grid    tiles.bands(), times two or more if exps are wanted
 //   block   kBlockSize threads
 //   reads   peak, by each block those of its band; at, sum, tempered; targets, uniforms; of a
 //   sample
@@ -344,7 +344,7 @@ __device__ void write_exps(const Softmax<T>& call, const Rows<T>& rows, const Pl
 //           teacher and teacher_mask; rows of lookup.table
 //   writes  stats, T, [3, rows]; tokens, int64, [rows]; exps, any dtype, [rows, columns], 2, 4 or 8
 //           bytes per element, must not overlap logits; sum and tempered, as factors of a row's;
-//           with feed_back rows, inputs and lookup.rows, and active of later steps where a row ends
+//           with feed_back rows, inputs and lookup.rows, and active of later steps if a row ends
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kBlockSize, kSoftmaxBlocks)
     softmax_rows_kernel(Softmax<T> call, Rows<T> rows, FeedBack feed_back) {

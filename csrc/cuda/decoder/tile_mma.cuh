@@ -11,16 +11,15 @@
 
 namespace accumext::cuda {
 
-// Lane 4 g + t of a warp: of a weight it has octets of row g, and sums of rows g and g + 8 of the
+// Lane 4 g + t of a warp has octets of row g of a weight, and the sums of rows g and g + 8 of the
 // batch with rows 2 t and 2 t + 1 of the weight.
 __device__ inline int lane_row() { return lane() / 4; }
 __device__ inline int lane_octet() { return lane() % 4; }
 __device__ inline int warp_index() { return threadIdx.x / kWarpSize; }
 
 // sums [16, 8] += x [16, 32] w [8, 32]^T. Lane 4 g + t has elements 8 t to 8 t + 7 of row g of w,
-// and of rows g and g + 8 of x the same in the order of operand_place(). The tensor core takes them
-// for other columns than they are, of both operands the same: their products are added up all the
-// same.
+// and the same elements of rows g and g + 8 of x in the order of operand_place(). The tensor core
+// takes them for other columns, but for the same ones in both operands, so the sums are right.
 template <typename T>
 __device__ void multiply_chunk(float (&sums)[4], const Octet (&x)[2], const Octet& w) {
 #pragma unroll
@@ -30,9 +29,9 @@ __device__ void multiply_chunk(float (&sums)[4], const Octet (&x)[2], const Octe
   }
 }
 
-// Where rounded rows of the batch have element `unit` of row b. They lie as the tensor core takes
-// them, an octet to a lane: [chunks][tiles of kTileRows rows][halves][lanes], of rows g and g + 8 a
-// word in turn.
+// The index of element `unit` of row b in rounded rows of the batch, which are in the order of the
+// tensor core, an octet for each lane: [chunks][tiles of kTileRows rows][halves][lanes], with words
+// of rows g and g + 8 in turn.
 template <int kTiles>
 __device__ int operand_place(int b, int unit) {
   const int half = (unit / kChunk * kTiles + b / kTileRows) * 2 + unit % kOctet / 4;
@@ -40,8 +39,8 @@ __device__ int operand_place(int b, int unit) {
   return octet * kOctet + unit % 4 / 2 * 4 + b % kTileRows / kRowGroup * 2 + unit % 2;
 }
 
-// From there, of every kEvery-th chunk from `first` on what a lane multiplies of a tile; beyond the
-// end the last one once more. Other blocks have written it.
+// Reads a lane's part of a tile from such rows, of every kEvery-th chunk from `first` on; beyond
+// the end the last chunk again. Other blocks have written them.
 template <int kTiles, int kEvery, int kCount>
 __device__ void load_operands(Octet (&x)[kCount][2], const uint16_t* operands, int tile, int first,
                               int chunks) {
@@ -58,9 +57,9 @@ __device__ void load_operands(Octet (&x)[kCount][2], const uint16_t* operands, i
   }
 }
 
-// Into part [kTileRows, stride] the product of a tile of the batch with `groups` groups of rows of
-// a weight, over every kEvery-th chunk from `first` on. kAtOnce of them are on their way before the
-// first is multiplied.
+// Writes to part [kTileRows, stride] the product of a tile of the batch with `groups` groups of
+// rows of a weight, over every kEvery-th chunk from `first` on. kAtOnce chunks are in flight before
+// the first is multiplied.
 //
 //   load(x, first)          puts the tile's chunks from `first` on into Octet x[kAtOnce][2]
 //   weight(chunk, group)    is the lane's octet of a group
@@ -108,7 +107,7 @@ __device__ uint16_t operand_bits(float x) {
   return bits;
 }
 
-// Rows of a weight in octets. Beyond its rows and columns it is 0.
+// Rows of a weight in octets, with zeros beyond its rows and columns.
 class OctetRows {
  public:
   __device__ OctetRows(const Matrix<const uint16_t>& weight, int64_t rows, int64_t depth)
@@ -133,7 +132,7 @@ class OctetRows {
     return octet;
   }
 
-  // Where a row has them, if their address is aligned.
+  // Their address in a row, if it is aligned.
   __device__ const uint16_t* at(int64_t row, int column) const {
     return weight_.data + row * weight_.row_stride + column;
   }
@@ -141,13 +140,13 @@ class OctetRows {
   // From one row to the next.
   __device__ int64_t stride() const { return weight_.row_stride; }
 
-  // Chunks of `rows` rows from `row` on, the first so many, of which copies need no care.
+  // The number of leading chunks of `rows` rows from `row` on that can be copied without checks.
   __device__ int whole_chunks(int64_t row, int rows) const {
     return aligned_ && row + rows <= rows_ ? depth_ / kChunk : 0;
   }
 
-  // Begins to copy them to shared memory, where they are known to be there after the next wait for
-  // the thread's groups.
+  // Begins to copy them to shared memory; they are there after the next wait for the thread's
+  // groups.
   __device__ void copy(Octet* to, int64_t row, int column, uint64_t policy) const {
     if (!aligned_) {
       *to = get(row, column);
@@ -166,8 +165,8 @@ class OctetRows {
   bool aligned_;
 };
 
-// Octets of rows of any dtype, rounded to T. from(n): where the n-th begins, of which `left(n)`
-// elements exist; what is beyond them is 0. aligned: all octets are, and exist or do not.
+// Octets of rows of any dtype, rounded to T. from(n): the address of the n-th, of which `left(n)`
+// elements exist; the others are 0. aligned: all octets are, and each exists wholly or not at all.
 template <typename T, typename scalar_t, int kCount, typename From, typename Left>
 __device__ void rounded_octets(Octet (&octets)[kCount], const From& from, const Left& left,
                                bool aligned) {
