@@ -41,7 +41,7 @@ ELSEWHERE = {
         ),
     },
     "test_decode_loss": {"test_gradcheck": "`gradcheck` of `decode_loss`"},
-    "test_chunked": {
+    "test_chunked_loss": {
         "test_equals_the_whole_batch": "`chunked_loss` equals the loss over the whole batch",
     },
     "test_accumulate": {
