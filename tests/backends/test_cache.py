@@ -315,7 +315,7 @@ def test_a_library_that_was_stripped_is_used_and_the_doctor_says_so(tree):
     if strip is None:
         pytest.skip("strip was not found")
     tree.install()
-    code = "from accumext.backend import _doctor; print(_doctor._changed_libraries())"
+    code = "from accumext.backends import _doctor; print(_doctor._changed_libraries())"
     assert tree.run(code).stdout.strip() == "[]"
     before = tree.installed.stat().st_size
     subprocess.run([strip, tree.installed], check=True)

@@ -108,7 +108,7 @@ def test_a_compiler_that_is_not_there(value, monkeypatch):
 
 # --- while it compiles
 
-IMPATIENT = "from accumext.backend import _libraries; _libraries._REMINDER_S = 0.3\n"
+IMPATIENT = "from accumext.backends import _libraries; _libraries._REMINDER_S = 0.3\n"
 
 
 @pytest.mark.build

@@ -118,7 +118,7 @@ def said(stderr: str) -> list[str]:
 def test_stand_ins_compile_on_first_use_and_leave(tree):
     code = CALL.replace("tensor = ", "tensor = first = ") + (
         "assert tensor.item() == 42\n"
-        "from accumext.backend import _libraries\n"
+        "from accumext.backends import _libraries\n"
         "assert _libraries._CPU._stand_ins is None\n"
         "accumext.scale_([tensor.fill_(1)], 0.5)\n"
         "assert tensor.item() == 42\n"
