@@ -29,6 +29,7 @@ from accumext.tensors.kinds import (
 from accumext.tensors.scalars import Scalar, divide, on_device, to_device
 
 _WIDE = {torch.float64, torch.complex128}
+UNDIVIDED: Scalar = 1.0  # this object: no divisor is left to the optimizer
 
 
 class InPlace:
@@ -233,7 +234,7 @@ def form(
     factor, casts = factors.factor, sums.casts(stepped_on)
     one = factors.inverse is None and factor == 1.0
     if in_place.done or (one and not casts):
-        return sums.grads, 1.0, ()
+        return sums.grads, UNDIVIDED, ()
     # A fused kernel divides by a float32 and writes the quotients back.
     dense = sums.one_call or not any(grad.is_sparse for grad in sums.tensors)
     folds = fused and dense and not casts and dtype == torch.float32
@@ -255,4 +256,4 @@ def form(
         tensors = [] if everything else [grads[i] for i in rest]
     if not one:
         in_place.multiply(tensors, factor, sums.one_call)
-    return grads, 1.0, norms
+    return grads, UNDIVIDED, norms

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from accumext.master_weights import Rounding
 from accumext.optimizer._engine import Engine
-from accumext.optimizer._gradient import InPlace, Sums, form, measure, to_host
+from accumext.optimizer._gradient import UNDIVIDED, InPlace, Sums, form, measure, to_host
 from accumext.optimizer._grads import grad_of, grads_of, present, set_grads
 from accumext.optimizer._ledger import Ledger, Quotient, StepFactors, step_factors
 from accumext.optimizer._report import Name, WindowReport, named
@@ -29,8 +29,6 @@ from accumext.tensors.torch_private import (
     set_grad_enabled,
     write_count,
 )
-
-_ONE: Scalar = 1.0
 
 
 class StepWatch:
@@ -107,7 +105,7 @@ def _plan(
     divides = getattr(engine.optimizer, TAKES_SCALE, False)
     fused = divides and not any_dtensor(sums.tensors)
     factors, dtype = measure(sums, window, settings, in_place, stepped_on, fused, divides)
-    grads, divisor, skip, found_inf = sums.grads, _ONE, factors.skip, factors.found_inf
+    grads, divisor, skip, found_inf = sums.grads, UNDIVIDED, factors.skip, factors.found_inf
     known = factors.inverse is None or not fused  # the host knows whether to skip
     if not known or not skip:
         grads, divisor, rounded = form(sums, factors, dtype, in_place, stepped_on, fused)
@@ -169,7 +167,7 @@ class _Around:
             self._watch.rounding = engine.tensors.rounding(0.0 if skip is None else skip)
         if plan.fused:
             scale = None
-            if isinstance(divisor, Tensor) or divisor != 1.0:
+            if divisor is not UNDIVIDED:
                 scale = as_tensor(divisor, torch.float32, plan.sums.device)
             found = None if skip is None else as_tensor(skip, torch.float32, plan.sums.device)
             vars(optimizer).update(grad_scale=scale, found_inf=found)
