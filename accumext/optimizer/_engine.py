@@ -59,10 +59,13 @@ def _warn_at_exit() -> None:
 
 # The methods that cannot be called in a phase, and the error: the contract of the call, what it
 # got, and the advice.
-_ALONE = ("come after step or discard", "one for a window that is summed over processes already")
 _SENT = (
     {"backward", "accumulate", "micro_batch", "take", "accumulation_state_dict", "__getstate__"},
-    (*_ALONE, "With reduce_in_backward=True a micro-batch has one backward pass"),
+    (
+        "come after step or discard",
+        "one for a window that is summed over processes already",
+        "With reduce_in_backward=True a micro-batch has one backward pass",
+    ),
 )
 _REFUSED: dict[Phase, tuple[set[str], tuple[str, ...]]] = {
     Phase.INSIDE: (

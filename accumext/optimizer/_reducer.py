@@ -225,7 +225,9 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
             of_all=agreed.counted,
         )
         sums = engine.tensors.send(sums)()
-        window = Window(parameters, sums, ledger, Phase.SUMMED, left_out=window.left_out)
+        window = window._replace(
+            parameters=parameters, sums=sums, ledger=ledger, phase=Phase.SUMMED, norm=None
+        )
         engine.update(window=window)
     except BaseException as error:
         explain(error, f"{op}: the open window was dropped: it was being summed over all processes")

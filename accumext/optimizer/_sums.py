@@ -71,7 +71,7 @@ def enlarge_base(window: Window, weight: Scalar) -> Window:
 # Adding
 
 
-class Plan(NamedTuple):
+class Addition(NamedTuple):
     """An addition to sums that `run` carries out. Before that the window's sums are unchanged."""
 
     window: Window  # after the addition
@@ -87,7 +87,7 @@ class Plan(NamedTuple):
         return self.window._replace(norm=norms[0]) if self.whole else self.window
 
 
-def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Plan:
+def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Addition:
     """Plan to add `grads * factor` to the sums. A parameter's first gradient becomes its sum."""
     counts = not equals(factor, 0.0)
     if not set(map(id, present(window.sums))).isdisjoint(map(id, grads)):
@@ -98,7 +98,7 @@ def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Pl
     together: list[Any] = [*window.sums, *grads]
     if counts and together and not any(map(is_none, together)) and fit_one_call(together):
         lists: list[Any] = [list(window.sums), list(grads)]
-        return Plan(window, [(together[0].device, lists)], factor, whole=True)
+        return Addition(window, [(together[0].device, lists)], factor, whole=True)
     first, new, targets, addends = list[int](), list(window.sums), list[Tensor](), list[Tensor]()
     for i, (parameter, main, grad) in enumerate(zip(window.parameters, window.sums, grads)):
         if grad is None:
@@ -122,7 +122,7 @@ def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Pl
     calls = group_by_device(targets, addends)
     whole = len(calls) == 1 and len(targets) == len(every) and not any_dtensor(every)
     norm = norm if len(first) == len(every) else None
-    return Plan(window._replace(sums=new, norm=norm), calls, factor, whole)
+    return Addition(window._replace(sums=new, norm=norm), calls, factor, whole)
 
 
 def _take(

@@ -76,7 +76,7 @@ class StepWatch:
             self.rounding.write()
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What a step on a window will do. When it is made, only gradients may have changed."""
 
     window: Window
@@ -98,7 +98,7 @@ def _plan(
     stepped_on: Sequence[Tensor],
     before: Sequence[Tensor | None],  # their `.grad`
     in_place: InPlace,
-) -> Plan:
+) -> StepPlan:
     """Measure and form the gradient of the open window."""
     settings, window = engine.settings, engine.state.window.of(parameters)
     sums = Sums.in_window(window, before)
@@ -119,7 +119,7 @@ def _plan(
         got = f"inf or NaN in {names}" if names else "a norm that is not"
         advice = "Call opt.discard() to drop the window"
         raise RuntimeError(message(op, "the window's sum", "be finite", got, advice))
-    return Plan(window, sums, factors, dtype, grads, divisor, unknown, skips, found_inf, fused)
+    return StepPlan(window, sums, factors, dtype, grads, divisor, unknown, skips, found_inf, fused)
 
 
 def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
@@ -147,7 +147,7 @@ class _Around:
         self._lent: Sequence[Tensor | None] = self._before
         self._watch, self._in_place = StepWatch(self._stepped_on), InPlace()
         self._closed: State | None = None
-        self.plan: Plan
+        self.plan: StepPlan
 
     @not_compiled
     def begin(self) -> bool:
@@ -232,7 +232,7 @@ class _Around:
                 parameter.grad = grad
 
 
-def _report(engine: Engine, parameters: Sequence[Tensor], plan: Plan) -> WindowReport:
+def _report(engine: Engine, parameters: Sequence[Tensor], plan: StepPlan) -> WindowReport:
     """Report a closed window."""
     ledger, factors = plan.window.ledger, plan.factors
     counted = ledger.micro_batches if ledger.counted is None else ledger.counted
