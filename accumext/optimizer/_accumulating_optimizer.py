@@ -259,8 +259,9 @@ class AccumulatingOptimizer(OptimizerProxy):
             TypeError: `weight` is neither a number nor a tensor.
             ValueError: `weight` is negative or not finite.
             RuntimeError: `.grad` is empty, or holds only used gradients; the scaler has not scaled
-                any loss yet; this is inside `micro_batch()`; other optimizers have run several
-                backward passes; or, with `on_nonfinite="raise"`, a gradient is not finite.
+                any loss yet; this is inside `micro_batch()`, or shards synchronize once per window;
+                other optimizers have run several backward passes; or, with
+                `on_nonfinite="raise"`, a gradient is not finite.
 
         Example:
             >>> scaler.scale(loss).backward()
