@@ -400,6 +400,16 @@ for _ in range(60):
 """
 
 
+@contextlib.contextmanager
+def opened(folder: Path):
+    """Open a folder: while it is open, no new folder gets its inode number."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def test_a_library_is_whole_or_absent_while_processes_replace_it(tmp_path):
     folder = tmp_path / "cpu-key"
     command = [sys.executable, "-c", REPAIR, str(folder)]
@@ -407,9 +417,9 @@ def test_a_library_is_whole_or_absent_while_processes_replace_it(tmp_path):
     processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
     seen = 0
     while any(process.poll() is None for process in processes):
-        with contextlib.suppress(FileNotFoundError):
-            before, files = folder.stat(), sorted(os.listdir(folder))
-            if os.path.samestat(before, folder.stat()):  # else it was listed while it was removed
+        with contextlib.suppress(FileNotFoundError), opened(folder) as descriptor:
+            files = sorted(os.listdir(descriptor))
+            if os.path.samestat(os.fstat(descriptor), folder.stat()):  # else it has been removed
                 assert files == ["library.so", "library.so.sha256"]
                 seen += 1
     assert [process.returncode for process in processes] == [0, 0]
