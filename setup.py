@@ -76,28 +76,28 @@ def remove_libraries(folder: Path) -> None:
         path.unlink()
 
 
-def copy_kept(library: str, key: str, to: Path) -> bool:
+def copy_cached(library: str, key: str, to: Path) -> bool:
     """Copy a library that this user has compiled before; tell whether there is one."""
     try:
-        kept = cache.kept(cache.lasting_cache(), key, f"_C_{library}.so")
+        cached = cache.libraries(cache.lasting_cache(), key, f"_C_{library}.so")
     except OSError:
         return False
-    if not kept:
+    if not cached:
         return False
     to.parent.mkdir(parents=True, exist_ok=True)
-    shutil.copyfile(kept[0], to)
-    say(f"the {library} library was compiled before, in {kept[0].parent}")
+    shutil.copyfile(cached[0], to)
+    say(f"the {library} library was compiled before, in {cached[0].parent}")
     return True
 
 
-def keep_copy(library: str, key: str, path: Path) -> None:
-    """Keep a library for the next installation, and for use without one."""
+def cache_copy(library: str, key: str, path: Path) -> None:
+    """Put a library into the cache, for the next installation, and for use without one."""
     try:
         folder = cache.lasting_cache() / key
-        with cache.workshop(folder) as workshop:
-            copy = workshop / f"_C_{library}.so"
+        with cache.build_folder(folder) as build_folder:
+            copy = build_folder / f"_C_{library}.so"
             shutil.copyfile(path, copy)
-            cache.keep(copy, folder)
+            cache.install(copy, folder)
     except OSError as error:
         say(f"the next installation compiles the {library} library again: {error}")
 
@@ -139,11 +139,11 @@ def build_kernels(keys: dict[str, str], cpp_extension: Any) -> type:
             self.extensions = [wanted for wanted in self.extensions if self.obtain(wanted)]
 
         def obtain(self, extension: Extension) -> bool:
-            """Copy a library that is kept, or compile and keep it; tell whether it is there."""
+            """Copy a library of the cache, or compile and cache it; tell whether it is there."""
             library = extension.name.rpartition("_")[2]
             path = Path(self.get_ext_fullpath(extension.name))
             key = keys[library]
-            if not copy_kept(library, key, path):
+            if not copy_cached(library, key, path):
                 begin = time.monotonic()
                 say(f"compiling the {library} library, which takes {build.TAKES[library]}")
                 self.extensions = [extension]
@@ -161,7 +161,7 @@ def build_kernels(keys: dict[str, str], cpp_extension: Any) -> type:
                     missing(library, reason, "pip install -v . shows the compiler's words")
                     return False
                 say(f"compiled the {library} library in {time.monotonic() - begin:.0f} s")
-                keep_copy(library, key, path)
+                cache_copy(library, key, path)
             record["compiled"].append(library)
             return True
 

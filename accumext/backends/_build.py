@@ -272,12 +272,12 @@ def cuda(torch: Any) -> Cuda:
         reason = f"torch {torch.__version__} has no CUDA"
         return Cuda(None, None, reason, "Install a CUDA build of torch")
     major = None if wanted is None else wanted.split(".")[0]
-    found = [(home, version) for home in _cuda_homes(torch) if (version := _nvcc_version(home))]
-    for home, version in found:
+    toolkits = [(home, version) for home in _cuda_homes(torch) if (version := _nvcc_version(home))]
+    for home, version in toolkits:
         if major is None or version.split(".")[0] == major:
             return Cuda(home, version, "", "")
-    if found:
-        reason = f"nvcc is {found[0][1]} and torch was built for CUDA {wanted}"
+    if toolkits:
+        reason = f"nvcc is {toolkits[0][1]} and torch was built for CUDA {wanted}"
     else:
         reason = "nvcc was not found"
     release = f"{wanted}.*" if wanted else "13.*"
@@ -372,7 +372,7 @@ def environment(folder: Path) -> Iterator[None]:
     """Set environment variables during a compile that has a folder of its own."""
     variables = _ninja_variables()
     for variable, name in (("CXX", "c++"), ("CC", "cc")):
-        variables |= _one_program(folder, variable, name)
+        variables |= _compiler_variable(folder, variable, name)
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -385,7 +385,7 @@ def environment(folder: Path) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _one_program(folder: Path, variable: str, name: str) -> dict[str, str]:
+def _compiler_variable(folder: Path, variable: str, name: str) -> dict[str, str]:
     """Return the compiler as one word, since torch takes no more; with arguments, as a script."""
     command = _command(variable, name)
     plain = len(command) == 1 and shlex.quote(command[0]) == os.environ.get(variable)
@@ -435,10 +435,10 @@ def sources_key() -> str:
 
 def jit_obstacle(library: str, torch: Any) -> tuple[str, str] | None:
     """Return the obstacle to compiling one library on first use, and the remedy, or None."""
-    found = obstacle(torch)
-    if found is None and library == "cuda" and (toolkit := cuda(torch)).home is None:
-        found = toolkit.reason, toolkit.fix
-    return found
+    general = obstacle(torch)
+    if library == "cuda" and general is None and (toolkit := cuda(torch)).home is None:
+        return toolkit.reason, toolkit.fix
+    return general
 
 
 def cache_key(library: str, torch: Any) -> str:

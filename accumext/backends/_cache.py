@@ -22,16 +22,18 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
+from typing import TypeVar
 
 _log = logging.getLogger("accumext")
 
+T = TypeVar("T")
+
 _WAIT_S = 600.0  # several times the longest compile: a longer one hangs
 _STALE_S = 24 * 3600.0  # no compile takes as long: a killed one left a folder of this age
-_IN_SILENCE = contextlib.nullcontext()
 _KINDS = {"folder": stat.S_IFDIR, "file": stat.S_IFREG}
 
 
@@ -43,7 +45,7 @@ def open_cache() -> tuple[Path, str]:
     try:
         return lasting_cache(), ""
     except OSError as error:
-        return _temporary_cache(_words(error))
+        return _temporary_cache(_text(error))
 
 
 def lasting_cache() -> Path:
@@ -53,18 +55,11 @@ def lasting_cache() -> Path:
     except RuntimeError as error:
         raise FileNotFoundError(f"user {os.geteuid()} has no home folder") from error
     extensions = os.environ.get("TORCH_EXTENSIONS_DIR") or caches / "torch_extensions"
-    root = _reached(Path(extensions)) / f"accumext-{os.geteuid()}"
+    root = _safe_folder(Path(extensions)) / f"accumext-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         root.mkdir(mode=0o700)
     _require_own(root, "folder")
     return root
-
-
-def writable_cache(root: Path) -> tuple[Path, str]:
-    """Return the same cache, or a temporary one if it cannot be written to, and why."""
-    if os.access(root, os.W_OK):
-        return root, ""
-    return _temporary_cache(f"{root} cannot be written to")
 
 
 def _temporary_cache(why: str) -> tuple[Path, str]:
@@ -72,9 +67,9 @@ def _temporary_cache(why: str) -> tuple[Path, str]:
     reason = f"{why}; set TORCH_EXTENSIONS_DIR to a folder of your own"
     _log.warning("nothing is kept for other processes: %s", reason)
     try:
-        place = _reached(Path(tempfile.gettempdir()))
+        place = _safe_folder(Path(tempfile.gettempdir()))
     except OSError as error:
-        raise RuntimeError(f"{reason}. For temporary files: {_words(error)}; set TMPDIR") from error
+        raise RuntimeError(f"{reason}. For temporary files: {_text(error)}; set TMPDIR") from error
     root = Path(tempfile.mkdtemp(prefix="accumext-", dir=place))
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     return root, reason
@@ -82,16 +77,16 @@ def _temporary_cache(why: str) -> tuple[Path, str]:
 
 def _require_own(path: Path, kind: str) -> None:
     """Raise OSError unless this is a "folder" or "file" that only this user can write to."""
-    found = path.lstat()
-    if stat.S_IFMT(found.st_mode) != _KINDS[kind]:
+    status = path.lstat()
+    if stat.S_IFMT(status.st_mode) != _KINDS[kind]:
         raise OSError(f"{path} is not a {kind}")
-    if found.st_uid != os.geteuid():
-        raise PermissionError(f"{path} belongs to user {found.st_uid}")
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if status.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to user {status.st_uid}")
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"others can write to {path}")
 
 
-def _reached(place: Path, links: int = 40) -> Path:
+def _safe_folder(place: Path, links: int = 40) -> Path:
     """Make a folder if need be; return its path without links. OSError if anyone can replace it.
 
     Whoever can write to a folder can rename what is in it, unless the folder has the sticky bit.
@@ -103,50 +98,71 @@ def _reached(place: Path, links: int = 40) -> Path:
         if not os.path.lexists(folder):
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(mode=0o755)
-        found = folder.lstat()
-        if stat.S_ISLNK(found.st_mode):
-            if links == 0 or found.st_uid not in (0, os.geteuid()):
-                raise PermissionError(f"{folder} is a symbolic link of user {found.st_uid}")
+        status = folder.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            if links == 0 or status.st_uid not in (0, os.geteuid()):
+                raise PermissionError(f"{folder} is a symbolic link of user {status.st_uid}")
             target = folder.parent / os.readlink(folder)
-            return _reached(target / place.relative_to(folder), links - 1)
-        if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
+            return _safe_folder(target / place.relative_to(folder), links - 1)
+        if status.st_mode & stat.S_IWOTH and not status.st_mode & stat.S_ISVTX:
             raise PermissionError(f"anyone can rename what is in {folder}")
     return place
 
 
-def _words(error: OSError) -> str:
+def _text(error: OSError) -> str:
     """Return the text of an error, without its number."""
     return f"{error.filename}: {error.strerror}" if error.filename else str(error)
 
 
-# --- kept libraries ----------------------------------------------------------------------------
+# --- its libraries -----------------------------------------------------------------------------
 
 
-def kept(root: Path, key: str, file: str) -> list[Path]:
+def find_or_make(
+    key: str,
+    find: Callable[[Path], T | None],  # called with the cache
+    make: Callable[[Path], T],  # called with the folder of this key, to `install` into
+    waiting: AbstractContextManager[None],
+) -> tuple[T, str]:
+    """Return what was found in the cache or else made, and why it does not last ("" if it does).
+
+    One process makes it. Others wait for that, in a context, and find it.
+    """
+    cache, why_temporary = open_cache()
+    result = find(cache)
+    if result is None:
+        if not why_temporary and not os.access(cache, os.W_OK):
+            cache, why_temporary = _temporary_cache(f"{cache} cannot be written to")
+        with file_lock(cache / f"{key}.lock", waiting):
+            result = find(cache)
+            if result is None:
+                result = make(cache / key)
+    return result, why_temporary
+
+
+def libraries(cache: Path, key: str, file: str) -> list[Path]:
     """Return the undamaged libraries in folders that match a key, the newest first."""
-    libraries = [folder / file for folder in root.glob(key)]
-    whole = [library for library in libraries if _is_whole(library)]
-    return sorted(whole, key=lambda library: library.stat().st_mtime, reverse=True)
+    intact = [folder / file for folder in cache.glob(key) if _is_intact(folder / file)]
+    return sorted(intact, key=lambda library: library.stat().st_mtime, reverse=True)
 
 
-def _is_whole(library: Path) -> bool:
+def _is_intact(library: Path) -> bool:
     try:
         _require_own(library.parent, "folder")
-        for file in (library, _seal_path(library)):
+        for file in (library, _checksum_file(library)):
             _require_own(file, "file")
-        return _seal_path(library).read_bytes() == _seal(library)
+        return _checksum_file(library).read_bytes() == _checksum_line(library)
     except PermissionError as error:
-        _log.warning("%s is not loaded: %s", library, _words(error))
+        _log.warning("%s is not loaded: %s", library, _text(error))
     except OSError:  # missing or damaged
         pass
     return False
 
 
-def _seal_path(library: Path) -> Path:
+def _checksum_file(library: Path) -> Path:
     return library.with_name(f"{library.name}.sha256")
 
 
-def _seal(library: Path) -> bytes:
+def _checksum_line(library: Path) -> bytes:
     """Return the digest as a line that `sha256sum --check` reads."""
     return f"{sha256(library)}  {library.name}\n".encode()
 
@@ -156,32 +172,64 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-# --- putting something there -------------------------------------------------------------------
+@contextlib.contextmanager
+def build_folder(folder: Path) -> Iterator[Path]:
+    """Make a temporary folder beside that of a library, to compile in; remove it at the end."""
+    for old in folder.parent.glob("*.tmp*"):
+        with contextlib.suppress(OSError):
+            if time.time() - old.stat().st_mtime > _STALE_S:
+                shutil.rmtree(old, ignore_errors=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp", dir=folder.parent))
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def install(library: Path, folder: Path) -> None:
+    """Move a library from its build folder into the cache, and replace what is there.
+
+    Raises:
+        OSError: that fails; the cache is as it was, or has no such folder.
+    """
+    new = library.parent / "new"
+    new.mkdir()
+    library = library.rename(new / library.name)
+    checksum = _checksum_file(library)
+    checksum.write_bytes(_checksum_line(library))
+    for path in (library, checksum, new):
+        path.chmod(0o700)  # whatever the umask is
+    with contextlib.suppress(FileNotFoundError):
+        folder.rename(library.parents[1] / "old")
+    new.rename(folder)
+
+
+# --- one process at a time ---------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def turn(lock: Path, waiting: AbstractContextManager[None] = _IN_SILENCE) -> Iterator[None]:
-    """Wait, in a context, for a process that compiles the same library, so that it is done once.
+def file_lock(path: Path, waiting: AbstractContextManager[None]) -> Iterator[None]:
+    """Hold a lock between processes, so that only one compiles a library.
 
     The lock ends with its process, however that ends; torch's FileBaton would stay, and others
     would wait for ever. Nothing depends on the lock: without it, the same library is compiled
     twice, each time in a folder of its own.
     """
-    with lock.open("a+b", buffering=0) as file:  # not "ab": a FIFO would block
+    with path.open("a+b", buffering=0) as file:  # not "ab": a FIFO would block
         try:
             if not _locked(file):
                 with waiting:
-                    _wait_for(file, lock)
+                    _wait_for(file, path)
         except OSError as error:  # network file systems may have no locks
-            _log.info("%s cannot be locked: %s", lock, error)
+            _log.info("%s cannot be locked: %s", path, error)
         yield
 
 
-def _wait_for(file: FileIO, lock: Path) -> None:
+def _wait_for(file: FileIO, path: Path) -> None:
     give_up = time.monotonic() + _WAIT_S
     while not _locked(file):
         if time.monotonic() > give_up:
-            _log.warning("another process has held %s for %.0f s: not waited for", lock, _WAIT_S)
+            _log.warning("another process has held %s for %.0f s: not waited for", path, _WAIT_S)
             return
         time.sleep(0.1)
 
@@ -195,31 +243,3 @@ def _locked(file: FileIO) -> bool:
     except BlockingIOError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def workshop(folder: Path) -> Iterator[Path]:
-    """Make a temporary folder beside that of a library, to compile in; remove it at the end."""
-    for left in folder.parent.glob("*.tmp*"):
-        with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > _STALE_S:
-                shutil.rmtree(left, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=f"{folder.name}.tmp", dir=folder.parent))
-    try:
-        yield made
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
-
-
-def keep(library: Path, folder: Path) -> None:
-    """Move a library into its folder, and replace what is there; OSError if that fails."""
-    with workshop(folder) as made:
-        new = made / "new"
-        new.mkdir()
-        library = library.rename(new / library.name)
-        _seal_path(library).write_bytes(_seal(library))
-        for path in (library, _seal_path(library), new):
-            path.chmod(0o700)  # whatever the umask is
-        with contextlib.suppress(FileNotFoundError):
-            folder.rename(made / "damaged")
-        new.rename(folder)

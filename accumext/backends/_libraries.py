@@ -86,12 +86,12 @@ class _Library:
         else:  # asking now whether a GPU is there would initialise CUDA, which forbids forking
             self._refuse(self._native_refusal(str(absence)))
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Do what is pending until first use; RuntimeError if kernels must work and do not."""
         with self._lock:
             if self._first_use is not None:
                 first_use, self._first_use = self._first_use, None
-                self._leave()
+                self._remove_stand_ins()
                 self.reason = "loading on first use was interrupted"
                 try:
                     first_use()
@@ -152,7 +152,7 @@ class _Library:
         if self.tested:
             from accumext.backends import _verify
 
-            self.outcomes = _verify.verdicts(path, self.name, _tell, anew=self.test_anew)
+            self.outcomes = _verify.verdicts(path, self.name, _announce, anew=self.test_anew)
             self._failed = _verify.failures(self.outcomes)
         torch.ops.load_library(path)
         for name in names:
@@ -190,20 +190,20 @@ class _Library:
 
     def _wait_for_use(self, action: Callable[[], None]) -> None:
         self._first_use = action
-        self._stand_in(self._settle_and_call_again, _build.registered_ops(self.name))
+        self._stand_in(self._resolve_and_call_again, _build.registered_ops(self.name))
 
-    def _settle_and_call_again(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
-        self.settle()
+    def _resolve_and_call_again(self, name: str, op: Any, *args: Any, **kwargs: Any) -> Any:
+        self.resolve()
         return op(*args, **kwargs)
 
     def _refuse(self, refusal: str) -> None:
         """Make every later call an error: the kernels that were asked for are not available."""
         self._refusal, self.reason, self.loaded = refusal, refusal, False
-        self._stand_in(self._settle_and_call_again, _build.registered_ops(self.name))
+        self._stand_in(self._resolve_and_call_again, _build.registered_ops(self.name))
 
     def _stand_in(self, kernel: Callable[..., Any], names: Iterable[str]) -> None:
         """Have a Python kernel answer for operators, over compiled kernels that they have."""
-        self._leave()
+        self._remove_stand_ins()
         self._stand_ins = torch.library.Library("accumext", "IMPL")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -211,7 +211,7 @@ class _Library:
                 op = operator(name)
                 self._stand_ins.impl(op, functools.partial(kernel, name, op), self.label)
 
-    def _leave(self) -> None:
+    def _remove_stand_ins(self) -> None:
         if self._stand_ins is not None:
             remove_kernels(self._stand_ins)
             self._stand_ins = None
@@ -220,15 +220,15 @@ class _Library:
 
     def _compile(self) -> None:
         try:
-            where = self._compiled()
+            reason = self._load_or_compile()
         except Exception as error:
             self._give_up(error)
         else:
-            self._accept(where)
+            self._accept(reason)
 
     def _give_up(self, error: Exception) -> None:
         _log.debug("the whole error: %s", error)
-        reason = f"compiling on first use failed: {_telling_line(error)}"
+        reason = f"compiling on first use failed: {_error_line(error)}"
         if os.strerror(errno.ENOSPC) in str(error):
             reason += f"; {_MORE_ROOM}"
         if (absence := self._absence()) is not None:
@@ -239,59 +239,54 @@ class _Library:
         self.reason = reason
         _log.warning("%s tensors are served by pure PyTorch: %s", self.label, reason)
 
-    def _compiled(self) -> str:
-        """Load the library from the cache, after compiling it if need be; return where it is."""
+    def _load_or_compile(self) -> str:
+        """Load the library from the cache, after compiling it if need be; say where it is."""
         from accumext.backends import _cache
 
         key = _build.cache_key(self.name, torch)
-        root, passing = _cache.open_cache()
-        folder = self._load_kept(root, key)
-        if folder is None:
-            if (obstacle := _build.jit_obstacle(self.name, torch)) is not None:
-                raise RuntimeError(". ".join(obstacle))
-            if not passing:
-                root, passing = _cache.writable_cache(root)
-            words = f"waiting for a process that compiles the {self.label} kernels"
-            with _cache.turn(root / f"{key}.lock", _told(words)):
-                folder = self._load_kept(root, key)
-                if folder is None:
-                    folder = root / key
-                    passing = self._make(folder) or passing
-        where = f"compiled on this machine, in {folder}"
-        return f"{where}, for this process alone: {passing}" if passing else where
+        waiting = _announced(f"waiting for a process that compiles the {self.label} kernels")
+        load = functools.partial(self._load_cached, key)
+        (folder, not_kept), temporary = _cache.find_or_make(key, load, self._compile_into, waiting)
+        reason = f"compiled on this machine, in {folder}"
+        why = not_kept or temporary
+        return f"{reason}, for this process alone: {why}" if why else reason
 
-    def _load_kept(self, root: Path, key: str) -> Path | None:
-        """Load an undamaged library of the cache; return its folder, or None if none works."""
+    def _load_cached(self, key: str, cache: Path) -> tuple[Path, str] | None:
+        """Load an undamaged library; return its folder, and "". If there is none: None, or a
+        RuntimeError if none can be compiled."""
         from accumext.backends import _cache
 
-        for library in _cache.kept(root, key, f"_C_{self.name}.so"):
+        for library in _cache.libraries(cache, key, f"_C_{self.name}.so"):
             try:
                 self._open(library)
             except (OSError, RuntimeError) as error:
                 _log.warning("%s does not load and is compiled again: %s", library, error)
             else:
-                return library.parent
+                return library.parent, ""
+        if (obstacle := _build.jit_obstacle(self.name, torch)) is not None:
+            raise RuntimeError(". ".join(obstacle))
         return None
 
-    def _make(self, folder: Path) -> str:
-        """Compile and load the library, and cache it in a folder; return why it cannot be cached.
+    def _compile_into(self, folder: Path) -> tuple[Path, str]:
+        """Compile the library, load it, and install it in a folder of the cache; return the folder,
+        and why it could not be installed.
 
-        Only a library that loads and has its operators is cached.
+        Only a library that loads and has its operators is installed.
         """
         from accumext.backends import _cache
 
-        with _cache.workshop(folder) as workshop:
+        with _cache.build_folder(folder) as build_folder:
             words = f"compiling the {self.label} kernels on first use"
-            with _told(words, f", which takes {_build.TAKES[self.name]}"):
-                self._run_compiler(workshop)
-            library = workshop / f"_C_{self.name}.so"
+            with _announced(words, f", which takes {_build.TAKES[self.name]}"):
+                self._run_compiler(build_folder)
+            library = build_folder / f"_C_{self.name}.so"
             self._open(library)
             try:
-                _cache.keep(library, folder)
+                _cache.install(library, folder)
             except OSError as error:
                 _log.warning("%s is not kept: %s", folder, error)
-                return f"it could not be kept ({error.strerror}); {_MORE_ROOM}"
-        return ""
+                return folder, f"it could not be kept ({error.strerror}); {_MORE_ROOM}"
+        return folder, ""
 
     def _run_compiler(self, folder: Path) -> None:
         cpp_extension = _build.cpp_extension()
@@ -328,7 +323,7 @@ def _check_length(path: Path) -> None:
         raise OSError(f"{path} is cut short: {size} bytes of {max(ends)}")
 
 
-def _tell(words: str) -> None:
+def _announce(words: str) -> None:
     """Tell a terminal, a notebook or a log why the first call takes so long."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # stderr is closed
@@ -339,28 +334,28 @@ _REMINDER_S = 10.0
 
 
 @contextlib.contextmanager
-def _told(words: str, more: str = "") -> Iterator[None]:
+def _announced(words: str, more: str = "") -> Iterator[None]:
     """Tell what is being done, again every ten seconds until it is done, and if it fails."""
     begin, over = time.monotonic(), threading.Event()
 
     def remind() -> None:
         while not over.wait(_REMINDER_S):
-            _tell(f"still {words}, after {time.monotonic() - begin:.0f} s")
+            _announce(f"still {words}, after {time.monotonic() - begin:.0f} s")
 
-    _tell(words + more)
+    _announce(words + more)
     reminder = threading.Thread(target=remind, daemon=True)
     reminder.start()
     try:
         yield
     except Exception as error:
-        _tell(f"{words} failed: {_telling_line(error)}")
+        _announce(f"{words} failed: {_error_line(error)}")
         raise
     finally:
         over.set()
         reminder.join()
 
 
-def _telling_line(error: Exception) -> str:
+def _error_line(error: Exception) -> str:
     """Return the line of a compiler's output that has the error, or else the command."""
     lines = str(error).splitlines() or [type(error).__name__]
     for line in lines:
@@ -450,5 +445,5 @@ def tested_anew() -> dict[torch.device, dict[str, str]]:
 def _best_first() -> list[_Library]:
     libraries = [_CUDA, _CPU] if torch.cuda.is_available() else [_CPU]
     for library in libraries:
-        library.settle()
+        library.resolve()
     return libraries

@@ -138,39 +138,40 @@ class _Trial(NamedTuple):
 
     def verdict(self, key: str, tell: Callable[[str], None], anew: bool) -> Outcomes:
         """Return the cached outcomes, or test: one process does, others that want them wait."""
-        root, _ = _cache.open_cache()
-        known = None if anew else _kept(root, key)
-        if known is None:
-            root, _ = _cache.writable_cache(root)
-            with _cache.turn(root / f"{key}.lock"):
-                known = None if anew else _kept(root, key)
-                if known is None:
-                    where = name_of(self.device)
-                    tell(f"testing the kernels on {where}, once, which takes some seconds")
-                    known = self.outcomes()
-                    if not any(outcome.startswith(_UNTESTED) for outcome in known.values()):
-                        _keep(known, root / key)
-        return known
+
+        def find(cache: Path) -> Outcomes | None:
+            return None if anew else _cached(cache, key)
+
+        def test(folder: Path) -> Outcomes:
+            device = name_of(self.device)
+            tell(f"testing the kernels on {device}, once, which takes some seconds")
+            outcomes = self.outcomes()
+            if not any(outcome.startswith(_UNTESTED) for outcome in outcomes.values()):
+                _install(outcomes, folder)
+            return outcomes
+
+        outcomes, _ = _cache.find_or_make(key, find, test, contextlib.nullcontext())
+        return outcomes
 
     def outcomes(self) -> Outcomes:
         """Return the outcomes of all operators, from as many processes as it takes."""
-        found: Outcomes = {}
+        outcomes: Outcomes = {}
         give_up = time.monotonic() + TOTAL_S
-        while left := [name for name in self.names if name not in found]:
+        while untried := [name for name in self.names if name not in outcomes]:
             if time.monotonic() > give_up:
-                return found | dict.fromkeys(left, "no time was left for it")
-            for name, outcome in self._messages(left, give_up):
+                return outcomes | dict.fromkeys(untried, "no time was left for it")
+            for name, outcome in self._messages(untried, give_up):
                 if not name:
-                    return found | dict.fromkeys(left, f"{_UNTESTED}: {outcome}")
-                found[name] = outcome
-        return found
+                    return outcomes | dict.fromkeys(untried, f"{_UNTESTED}: {outcome}")
+                outcomes[name] = outcome
+        return outcomes
 
     def _messages(self, names: Sequence[str], give_up: float) -> Iterator[tuple[str, str]]:
         """Yield operators and outcomes from one process; an empty name: why it cannot start."""
         facts = json.dumps([str(self.library), str(self.device), _machine(self.device), names])
         trying, limit = "", START_S
         try:
-            with _process(facts) as (process, receiver, said):
+            with _process(facts) as (process, receiver, stderr_file):
                 try:
                     while receiver.poll(max(0.0, min(limit, give_up - time.monotonic()))):
                         trying, outcome = receiver.recv()
@@ -180,26 +181,26 @@ class _Trial(NamedTuple):
                             trying = ""
                     fault = "it did not end in time"
                 except EOFError:
-                    fault = _end(process, said)
+                    fault = _end(process, stderr_file)
         except OSError as error:
             fault = str(error)
         if trying or limit == START_S:
             yield trying, fault
 
 
-def _kept(root: Path, key: str) -> Outcomes | None:
-    for file in _cache.kept(root, key, _FILE):
+def _cached(cache: Path, key: str) -> Outcomes | None:
+    for file in _cache.libraries(cache, key, _FILE):
         outcomes: Outcomes = json.loads(file.read_text(encoding="utf-8"))
         return outcomes
     return None
 
 
-def _keep(outcomes: Outcomes, folder: Path) -> None:
+def _install(outcomes: Outcomes, folder: Path) -> None:
     """Cache outcomes; if that fails, the next process tests again."""
-    with contextlib.suppress(OSError), _cache.workshop(folder) as workshop:
-        file = workshop / _FILE
+    with contextlib.suppress(OSError), _cache.build_folder(folder) as build_folder:
+        file = build_folder / _FILE
         file.write_text(json.dumps(outcomes), encoding="utf-8")
-        _cache.keep(file, folder)
+        _cache.install(file, folder)
 
 
 @contextlib.contextmanager
@@ -208,7 +209,7 @@ def _process(facts: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection, 
     if getattr(sys, "frozen", False):
         raise OSError("a frozen program has no Python to start")
     receiver, sender = Pipe(duplex=False)
-    with receiver, tempfile.TemporaryFile() as said:
+    with receiver, tempfile.TemporaryFile() as stderr_file:
         with sender:
             search = "\n".join(map(str, sys.path))
             process = subprocess.Popen(
@@ -217,25 +218,25 @@ def _process(facts: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection, 
                 pass_fds=[sender.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=said,
+                stderr=stderr_file,
                 start_new_session=True,  # Ctrl-C reaches only this process, which kills the other
             )
         try:
-            yield process, receiver, said
+            yield process, receiver, stderr_file
         finally:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_S)
 
 
-def _end(process: subprocess.Popen[bytes], said: IO[bytes]) -> str:
+def _end(process: subprocess.Popen[bytes], stderr_file: IO[bytes]) -> str:
     """Describe how a process ended, with the last line that it wrote."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
     status = process.returncode
     how = signal.Signals(-status).name if status and status < 0 else f"status {status}"
-    said.seek(0)
-    lines = said.read().decode(errors="replace").strip().splitlines()
+    stderr_file.seek(0)
+    lines = stderr_file.read().decode(errors="replace").strip().splitlines()
     return ": ".join([f"the process ended with {how}", *lines[-1:]])
 
 

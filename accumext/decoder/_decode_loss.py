@@ -23,14 +23,8 @@ from accumext.recurrence import (
     with_shapes,
     zero_dependency,
 )
-from accumext.tensors.checks import (
-    DrawWord,
-    FeedbackWord,
-    TokenReduction,
-    TruncationWord,
-    bools,
-    explained,
-)
+from accumext.tensors.argument_names import explained
+from accumext.tensors.checks import DrawWord, FeedbackWord, TokenReduction, TruncationWord, bools
 
 
 class DecodeOutput(NamedTuple):

@@ -40,7 +40,8 @@ from accumext.recurrence import (
     parameter_tensors,
     tensors,
 )
-from accumext.tensors.checks import bools, explained, fail_type, type_name
+from accumext.tensors.argument_names import explained
+from accumext.tensors.checks import bools, fail_type, type_name
 from accumext.tensors.torch_private import (
     Allocations,
     base_of,

@@ -24,12 +24,12 @@ from accumext.recurrence import (
     tensors,
     with_shapes,
 )
+from accumext.tensors.argument_names import explained
 from accumext.tensors.checks import (
     SEARCHES,
     Search,
     bools,
     check_vector,
-    explained,
     fail_type,
     fail_value,
     integer,

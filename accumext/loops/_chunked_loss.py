@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from accumext.distributed import gathered_once
 from accumext.recurrence import KeptState, Replay, cuts, fingerprints_of
 from accumext.tensors import scalars
+from accumext.tensors.argument_names import explained
 from accumext.tensors.checks import (
     REDUCTIONS,
     Reduction,
-    explained,
     fail_type,
     fail_value,
     forward_of,

@@ -31,11 +31,11 @@ from accumext.recurrence import (
     write_counts,
     zero_dependency,
 )
+from accumext.tensors.argument_names import explained
 from accumext.tensors.checks import (
     REDUCTIONS,
     Reduction,
     TruncationWord,
-    explained,
     fail_type,
     fail_value,
     integer,

@@ -42,12 +42,12 @@ from accumext.recurrence import (
     write_counts,
     zero_dependency,
 )
+from accumext.tensors.argument_names import explained
 from accumext.tensors.checks import (
     FLOAT_DTYPES,
     REDUCTIONS,
     FeedbackWord,
     Reduction,
-    explained,
     fail_type,
     fail_value,
     message,

@@ -10,12 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from accumext.ops import reference
-from accumext.tensors import checks
+from accumext.ops import _contracts, reference
+from accumext.tensors.checks import bools
 from accumext.tensors.torch_private import (
     call_of_operator,
     negated_view,
-    operator_name,
     set_grad_enabled,
     write_count,
 )
@@ -29,33 +28,37 @@ _ops = torch.ops.accumext
 def _define(
     name: str,
     schema: str,  # with {factor} in place of the 0-dim tensor or float
-    kernel: Callable[..., Any],
-    fake: Callable[..., Any],
-    tensor_factor: str = "Tensor? inv_scale=None",
-    float_factor: str = "float inv_scale",
+    normed: int | None = None,  # the number of the list whose norm is returned
+    factors: tuple[str, str] = ("Tensor? inv_scale=None", "float inv_scale"),
 ) -> None:
     """Define two overloads, for a tensor and for a float; the tensor's comes first in resolution.
 
     If the float's were the only one, or the first, it would take a tensor too, by reading it from
     the device.
     """
-    for overload, factor in (("", tensor_factor), (".scalar", float_factor)):
-        _define_overload(f"{name}{overload}", schema.format(factor=factor), kernel, fake)
+    for overload, factor in zip(("", ".scalar"), factors, strict=True):
+        _define_overload(name, overload, schema.format(factor=factor), normed)
 
 
-def _define_overload(
-    name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]
-) -> None:
-    qualname = f"accumext::{name}"
-    torch.library.define(qualname, schema)
-    torch.library.impl(qualname, "default", kernel)
-    torch.library.register_fake(qualname, fake)
+def _define_overload(name: str, overload: str, schema: str, normed: int | None = None) -> None:
+    """Define an operator that checks its contract, also if it computes nothing but shapes."""
+    contract = getattr(_contracts, name)
+
+    def fake(*args: Any, **options: Any) -> Tensor | None:
+        contract(*args, **options)
+        if normed is None:
+            return None
+        tensors = args[normed]
+        device = tensors[0].device if tensors else None
+        return torch.empty((), dtype=reference.accumulation_dtype(*tensors), device=device)
+
+    _register(f"accumext::{name}{overload}", schema, getattr(reference, name), fake)
 
 
-def _norm_fake(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a norm of these tensors without a value: 0-dim, in their accumulation dtype."""
-    dtype = reference.accumulation_dtype(*tensors)
-    return torch.empty((), dtype=dtype, device=tensors[0].device if tensors else None)
+def _register(name: str, schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    torch.library.define(name, schema)
+    torch.library.impl(name, "default", kernel)
+    torch.library.register_fake(name, fake)
 
 
 def _without_graph(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -84,7 +87,7 @@ def _mark_written(tensors: Sequence[Tensor], found_inf: Tensor | None = None) ->
 
 def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None) -> None:
     """Raise RuntimeError, without text, for tensors that operators do not refuse, or too late;
-    `tensors.checks` then raises the error with its text.
+    `_contracts` then has the error with its text.
 
     These are an inference tensor outside of inference mode, and a negated view as `found_inf`: the
     dispatcher makes a plain copy of it for the call and does not copy back what was written.
@@ -101,61 +104,34 @@ def _require_writable(tensors: Sequence[Tensor], found_inf: Tensor | None = None
         pass
 
 
-def _accumulated_else(
+def _run_on_copies(
     error: Exception,
-    check: Callable[[], None],  # the contract of the operator
+    contract: Callable[..., Any],
     op: Any,
-    main_grads: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    written: Sequence[Tensor],
+    read: Sequence[Tensor],
     options: dict[str, Any],
-) -> Tensor:
+) -> Any:
     """Return the result of a call that failed because of negated views, or raise its error.
 
     Operators do not write lists with negated views in them: these are written through copies.
     """
-    name, found_inf = operator_name(op), options["found_inf"]
-    inv_scale = options["inv_scale"]
-    broken = checks.broken_contract(
-        error,
-        check,
-        functools.partial(checks.accumulate_memory, name, main_grads, grads, inv_scale, found_inf),
-        functools.partial(checks.writable, name, "main_grads", main_grads),
-        functools.partial(checks.writable, name, "found_inf", found_inf),
-    )
-    if broken is not error or not any(main_grad.is_neg() for main_grad in main_grads):
+    broken = _contracts.broken(error, contract, written, read, **options)
+    if broken is not error or not any(tensor.is_neg() for tensor in written):
         raise broken from None
-    norm: Tensor = _through_copies(lambda plain: op(plain, grads, **options), main_grads)
-    return norm
-
-
-def _through_copies(write: Callable[[list[Tensor]], _R], tensors: Sequence[Tensor]) -> _R:
-    """Return the result of `write` on these tensors; negated views are copied, and copied back."""
-    plain = [tensor.resolve_neg() for tensor in tensors]
-    result = write(plain)
-    for tensor, written in zip(tensors, plain, strict=True):
+    plain = [tensor.resolve_neg() for tensor in written]
+    result = op(plain, read, **options)
+    for tensor, values in zip(written, plain, strict=True):
         if tensor.is_neg():
-            tensor.copy_(written)
+            tensor.copy_(values)
     return result
-
-
-def _accumulate_fake(
-    main_grads: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    *,
-    inv_scale: float | Tensor = 1.0,
-    found_inf: Tensor | None = None,
-    overwrite: bool = False,
-) -> Tensor:
-    checks.accumulate_(main_grads, grads, inv_scale, found_inf)
-    return _norm_fake(main_grads)
 
 
 _define(
     "accumulate_",
     "(Tensor(a!)[] main_grads, Tensor[] grads, *, {factor}, Tensor(b!)? found_inf=None, "
     "bool overwrite=False) -> Tensor",
-    reference.accumulate_,
-    _accumulate_fake,
+    normed=0,
 )
 
 
@@ -199,15 +175,15 @@ def accumulate_(
     The pass is the one of `multi_tensor_axpby` in NVIDIA apex's former `amp`, with the norm added.
     """
     if type(overwrite) is not bool:  # operators also take numbers as bools
-        checks.bools("accumulate_", overwrite=overwrite)
+        bools("accumulate_", overwrite=overwrite)
     op = _ops.accumulate_.default if isinstance(inv_scale, Tensor) else _ops.accumulate_.scalar
     options = {"inv_scale": inv_scale, "found_inf": found_inf, "overwrite": overwrite}
     try:
         _require_writable(main_grads, found_inf)
         norm: Tensor = op(main_grads, grads, **options)
     except (AttributeError, RuntimeError, TypeError) as error:
-        check = functools.partial(checks.accumulate_, main_grads, grads, inv_scale, found_inf)
-        norm = _accumulated_else(error, check, op, main_grads, grads, options)
+        contract = _contracts.accumulate_
+        norm = _run_on_copies(error, contract, op, main_grads, grads, options)
     _mark_written(main_grads, found_inf)
     return norm
 
@@ -259,29 +235,11 @@ def multiply_valid(
     return norm
 
 
-def _unscale_check_clip_accumulate_fake(
-    main_grads: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    *,
-    inv_scale: float | Tensor = 1.0,
-    max_norm: float,
-    norm_type: float = 2.0,
-    found_inf: Tensor | None = None,
-    overwrite: bool = False,
-    if_finite: bool = False,
-) -> Tensor:
-    checks.unscale_check_clip_accumulate_(
-        main_grads, grads, inv_scale, max_norm, norm_type, found_inf
-    )
-    return _norm_fake(grads)
-
-
 _define(
     "unscale_check_clip_accumulate_",
     "(Tensor(a!)[] main_grads, Tensor[] grads, *, {factor}, float max_norm, float norm_type=2.0, "
     "Tensor(b!)? found_inf=None, bool overwrite=False, bool if_finite=False) -> Tensor",
-    reference.unscale_check_clip_accumulate_,
-    _unscale_check_clip_accumulate_fake,
+    normed=1,
 )
 
 
@@ -333,7 +291,7 @@ def unscale_check_clip_accumulate_(
     """
     if type(overwrite) is not bool or type(if_finite) is not bool:
         name = "unscale_check_clip_accumulate_"
-        checks.bools(name, overwrite=overwrite, if_finite=if_finite)
+        bools(name, overwrite=overwrite, if_finite=if_finite)
     overloads = _ops.unscale_check_clip_accumulate_
     op = overloads.default if isinstance(inv_scale, Tensor) else overloads.scalar
     options = {
@@ -348,31 +306,16 @@ def unscale_check_clip_accumulate_(
         _require_writable(main_grads, found_inf)
         norm: Tensor = op(main_grads, grads, **options)
     except (AttributeError, RuntimeError, TypeError) as error:
-        contract = checks.unscale_check_clip_accumulate_
-        check = functools.partial(
-            contract, main_grads, grads, inv_scale, max_norm, norm_type, found_inf
-        )
-        norm = _accumulated_else(error, check, op, main_grads, grads, options)
+        contract = _contracts.unscale_check_clip_accumulate_
+        norm = _run_on_copies(error, contract, op, main_grads, grads, options)
     _mark_written(main_grads, found_inf)
     return norm
-
-
-def _total_norm_fake(
-    grads: Sequence[Tensor],
-    *,
-    norm_type: float = 2.0,
-    inv_scale: float | Tensor = 1.0,
-    found_inf: Tensor | None = None,
-) -> Tensor:
-    checks.total_norm(grads, norm_type, inv_scale, found_inf)
-    return _norm_fake(grads)
 
 
 _define(
     "total_norm",
     "(Tensor[] grads, *, float norm_type=2.0, {factor}, Tensor(a!)? found_inf=None) -> Tensor",
-    reference.total_norm,
-    _total_norm_fake,
+    normed=0,
 )
 
 
@@ -413,27 +356,16 @@ def total_norm(
         _require_writable((), found_inf)
         norm: Tensor = op(grads, norm_type=norm_type, inv_scale=inv_scale, found_inf=found_inf)
     except (AttributeError, RuntimeError, TypeError) as error:
-        raise checks.broken_contract(
-            error,
-            functools.partial(checks.total_norm, grads, norm_type, inv_scale, found_inf),
-            functools.partial(checks.norm_memory, grads, inv_scale, found_inf),
-            functools.partial(checks.writable, "total_norm", "found_inf", found_inf),
-        ) from None
+        options = {"norm_type": norm_type, "inv_scale": inv_scale, "found_inf": found_inf}
+        raise _contracts.broken(error, _contracts.total_norm, grads, **options) from None
     _mark_written((), found_inf)
     return norm
-
-
-def _scale_fake(grads: Sequence[Tensor], factor: float | Tensor) -> None:
-    checks.scale_(grads, factor)
 
 
 _define(
     "scale_",
     "(Tensor(a!)[] grads, {factor}) -> ()",
-    reference.scale_,
-    _scale_fake,
-    tensor_factor="Tensor factor",
-    float_factor="float factor",
+    factors=("Tensor factor", "float factor"),
 )
 
 
@@ -463,12 +395,7 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
         _require_writable(grads)
         op(grads, factor)
     except (AttributeError, RuntimeError, TypeError) as error:
-        broken = checks.broken_contract(
-            error,
-            functools.partial(checks.scale_, grads, factor),
-            functools.partial(checks.scale_memory, grads, factor),
-            functools.partial(checks.writable, "scale_", "grads", grads),
-        )
+        broken = _contracts.broken(error, _contracts.scale_, grads, factor)
         if broken is not error or not any(grad.is_neg() for grad in grads):
             raise broken from None
         # Multiplying the memory under a negated view multiplies the view as well.
@@ -480,21 +407,10 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
 SCALE: Callable[[Sequence[Tensor], float], None] = call_of_operator(_ops.scale_.scalar)
 
 
-def _copy_rounded_fake(
-    targets: Sequence[Tensor],
-    sources: Sequence[Tensor],
-    *,
-    seed: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    checks.copy_rounded_(targets, sources, seed, found_inf)
-
-
 _define_overload(
     "copy_rounded_",
+    "",
     "(Tensor(a!)[] targets, Tensor[] sources, *, Tensor? seed=None, Tensor? found_inf=None) -> ()",
-    reference.copy_rounded_,
-    _copy_rounded_fake,
 )
 
 
@@ -552,20 +468,12 @@ def copy_rounded_(
         _require_writable(targets)
         op(targets, sources, **options)
     except (AttributeError, RuntimeError, TypeError) as error:
-        broken = checks.broken_contract(
-            error,
-            functools.partial(checks.copy_rounded_, targets, sources, seed, found_inf),
-            functools.partial(checks.copy_memory, targets, sources, seed, found_inf),
-            functools.partial(checks.writable, "copy_rounded_", "targets", targets),
-        )
-        if broken is not error or not any(target.is_neg() for target in targets):
-            raise broken from None
-        _through_copies(lambda plain: op(plain, sources, **options), targets)
+        _run_on_copies(error, _contracts.copy_rounded_, op, targets, sources, options)
     _mark_written(targets)
 
 
-_define_overload(
-    "window_factors",
+_register(
+    "accumext::window_factors",
     torch.library.infer_schema(reference.window_factors, mutates_args=("numbers", "flags")),
     reference.window_factors,
     lambda *_, **__: None,

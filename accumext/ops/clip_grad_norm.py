@@ -10,19 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from accumext.ops import reference, scale_, total_norm
-from accumext.ops.any_tensors import (
-    count_nonzero,
-    global_norm,
-    group_by_device,
-)
+from accumext.ops import _contracts, reference, scale_, total_norm
+from accumext.ops.any_tensors import count_nonzero, global_norm, group_by_device
 from accumext.ops.wgrad_fusion import say_nothing_to_clip
-from accumext.tensors import checks, scalars
-from accumext.tensors.kinds import (
-    coalesced,
-    is_dtensor,
-    zero_flag,
-)
+from accumext.tensors import scalars
+from accumext.tensors.checks import bools, fail_type, fail_value, message, number, type_name
+from accumext.tensors.kinds import coalesced, is_dtensor, local_tensor, zero_flag
+from accumext.tensors.torch_private import sparse_values
+
+_OP = "clip_grad_norm_"
 
 
 @torch.no_grad()
@@ -75,36 +71,72 @@ def clip_grad_norm_(
     if isinstance(parameters, Tensor):
         parameters = [parameters]
     elif not isinstance(parameters, Iterable):
-        iterable, got = "be a tensor or an iterable of tensors", checks.type_name(parameters)
-        checks.fail_type("clip_grad_norm_", "parameters", iterable, got)
+        contract = "be a tensor or an iterable of tensors"
+        fail_type(_OP, "parameters", contract, type_name(parameters))
     elif isinstance(parameters, types.GeneratorType):
         parameters = list(parameters)
         if not parameters:
             warnings.warn("`parameters` is an empty generator, nothing is clipped.", stacklevel=3)
     parameters = list(parameters)
-    p, limit = checks.clip_limits(max_norm, norm_type, error_if_nonfinite, foreach)
+    p, limit = _checked_limits(max_norm, norm_type, error_if_nonfinite, foreach)
     grads: list[Tensor] = []
     try:  # as if all were dense gradients on one device: else the operator raises
         grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
         norm, usual = total_norm(grads, norm_type=p), True
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        checks.clip_grad_norm_(parameters)
+        _check_parameters(parameters)
         norm, usual = _norm_anywhere(grads, p), False
     if not grads:
         say_nothing_to_clip(parameters)
     if error_if_nonfinite and not norm.isfinite():
         advice = "To scale by a non-finite norm anyway, set error_if_nonfinite=False"
-        op, got = "clip_grad_norm_", norm.item()
-        raise RuntimeError(checks.message(op, "total_norm", "be finite", got, advice))
+        raise RuntimeError(message(_OP, "total_norm", "be finite", norm.item(), advice))
     coef = reference.clip_coef(norm, limit)
     if not (scalars.on_host(coef) and coef == 1.0):
         try:
             for device, (mine,) in group_by_device(grads, one_call=usual):
                 scale_(mine, coef.to(device))
         except ValueError:  # a gradient overlaps itself: say which
-            checks.clip_grad_norm_(parameters)
+            _check_parameters(parameters)
             raise
     return norm if usual else _on_mesh_of(grads, norm)
+
+
+def _checked_limits(
+    max_norm: Any, norm_type: Any, error_if_nonfinite: Any, foreach: Any
+) -> tuple[float, float]:
+    """Return norm type and largest norm; raise for what is no number, or no bool.
+
+    Numbers are converted by `float`, as in torch, but strings other than "inf" and "-inf" are
+    refused.
+    """
+    bools(_OP, error_if_nonfinite=error_if_nonfinite)
+    if not (foreach is None or isinstance(foreach, bool)):
+        fail_type(_OP, "foreach", "be a bool or None", type_name(foreach))
+    is_word = isinstance(norm_type, str) and norm_type in ("inf", "-inf")
+    p = float(norm_type) if is_word else _any_number("norm_type", norm_type)
+    return number(_OP, "norm_type", p), _any_number("max_norm", max_norm)
+
+
+def _any_number(argument: str, value: Any) -> float:
+    """Return any number that `float` reads, also from a tensor of one element; refuse strings."""
+    if isinstance(value, Tensor) and value.numel() != 1:
+        fail_value(_OP, argument, "have one element", f"shape {list(value.shape)}")
+    try:
+        return float("none" if isinstance(value, str) else value)
+    except (TypeError, ValueError, RuntimeError):
+        fail_type(_OP, argument, "be a number", type_name(value))
+
+
+def _check_parameters(parameters: list[Any]) -> None:
+    """Raise unless all are tensors with gradients that can be clipped, or without any."""
+    for i, parameter in enumerate(parameters):
+        if not isinstance(parameter, Tensor):
+            fail_type(_OP, f"parameters[{i}]", "be a tensor", type_name(parameter))
+        if parameter.grad is not None:
+            grad = local_tensor(parameter.grad)
+            grad = sparse_values(grad) if grad.is_sparse else grad
+            _contracts.dense_float(_OP, f"parameters[{i}].grad", grad, written=True)
 
 
 def _norm_anywhere(grads: list[Tensor], norm_type: float) -> Tensor:

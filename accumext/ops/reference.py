@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from accumext.tensors import checks
+from accumext.ops import _contracts
 from accumext.tensors.scalars import Scalar, divide
 
 _CHUNK_SIZE = 2048  # elements; short sums in float32 are accurate, and torch does not split them
@@ -24,8 +24,8 @@ def accumulate_(
     overwrite: bool = False,
 ) -> Tensor:  # []
     """Add `grad * inv_scale` to each main gradient; return the 2-norm of the result."""
-    checks.accumulate_(main_grads, grads, inv_scale, found_inf)
-    checks.accumulate_memory("accumulate_", main_grads, grads, inv_scale, found_inf)
+    scalars = {"inv_scale": inv_scale, "found_inf": found_inf}
+    _contracts.check(_contracts.accumulate_, main_grads, grads, **scalars)
     _mark_nonfinite(found_inf, grads)
     for main_grad, grad in zip(main_grads, grads, strict=True):
         main_grad.copy_(_updated(main_grad, grad, inv_scale, overwrite))
@@ -45,11 +45,9 @@ def unscale_check_clip_accumulate_(
     if_finite: bool = False,
 ) -> Tensor:  # []
     """Add `grad * (inv_scale * clip_coef)` to each main gradient; return the unclipped norm."""
-    checks.unscale_check_clip_accumulate_(
-        main_grads, grads, inv_scale, max_norm, norm_type, found_inf
-    )
-    op = "unscale_check_clip_accumulate_"
-    checks.accumulate_memory(op, main_grads, grads, inv_scale, found_inf)
+    options = {"inv_scale": inv_scale, "max_norm": max_norm, "norm_type": norm_type}
+    contract = _contracts.unscale_check_clip_accumulate_
+    _contracts.check(contract, main_grads, grads, **options, found_inf=found_inf)
     norm = _norm(grads, norm_type, inv_scale)
     coef = clip_coef(norm, max_norm)
     finite = _all_finite(grads)
@@ -71,8 +69,8 @@ def total_norm(
     found_inf: Tensor | None = None,  # []
 ) -> Tensor:  # []
     """Return the norm of `grads * inv_scale`, taken as one vector."""
-    checks.total_norm(grads, norm_type, inv_scale, found_inf)
-    checks.norm_memory(grads, inv_scale, found_inf)
+    options = {"norm_type": norm_type, "inv_scale": inv_scale, "found_inf": found_inf}
+    _contracts.check(_contracts.total_norm, grads, **options)
     _mark_nonfinite(found_inf, grads)
     return _norm(grads, norm_type, inv_scale)
 
@@ -83,8 +81,7 @@ def scale_(
     factor: float | Tensor,  # float or []
 ) -> None:
     """Multiply each gradient by the factor, in place."""
-    checks.scale_(grads, factor)
-    checks.scale_memory(grads, factor)
+    _contracts.check(_contracts.scale_, grads, factor)
     for grad in grads:
         dtype = accumulation_dtype(grad)
         if grad.dtype == dtype:  # the same result, without a temporary tensor
@@ -102,8 +99,8 @@ def copy_rounded_(
     found_inf: Tensor | None = None,  # []
 ) -> None:
     """Copy each source, rounded, with a seed stochastically, unless `found_inf` is not 0."""
-    checks.copy_rounded_(targets, sources, seed, found_inf)
-    checks.copy_memory(targets, sources, seed, found_inf)
+    scalars = {"seed": seed, "found_inf": found_inf}
+    _contracts.check(_contracts.copy_rounded_, targets, sources, **scalars)
     for i, (target, source) in enumerate(zip(targets, sources, strict=True)):
         rounded = source
         if seed is not None and target.element_size() < source.element_size():

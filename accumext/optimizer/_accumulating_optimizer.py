@@ -42,7 +42,8 @@ from accumext.optimizer._step import flush, run_step, stepping_at_once
 from accumext.optimizer._sums import add_micro_batch, move_out_of_grad
 from accumext.optimizer._wrong_loops import Watch, warn_of_a_full_window
 from accumext.tensors import checks
-from accumext.tensors.checks import OnNonfinite, Reduction, Synchronize, explained
+from accumext.tensors.argument_names import explained
+from accumext.tensors.checks import OnNonfinite, Reduction, Synchronize
 from accumext.tensors.kinds import Group, main_dtype
 from accumext.tensors.torch_private import HAS_STEPPED, STEP_IS_WRAPPED, TAKES_SCALE
 

@@ -230,12 +230,6 @@ def compiled_kernel(op: Any, key: str) -> Callable[..., Any]:
     return functools.partial(kernel.call_boxed, keys)
 
 
-def operator_name(op: Any) -> str:
-    """Return the name of an operator: `scale_` of `accumext::scale_`."""
-    name: str = op._schema.name
-    return name.partition("::")[2]
-
-
 def operator(name: str) -> Any:
     """Return the operator of a name that a library registers, such as `scale_.scalar`."""
     packet, _, overload = name.partition(".")

@@ -61,7 +61,7 @@ def library_of(tree: Tree) -> Path:
 
 def seal(library: Path) -> None:
     """Make the cache believe in a library, as one can who may write there."""
-    library.with_name(f"{library.name}.sha256").write_bytes(_cache._seal(library))
+    library.with_name(f"{library.name}.sha256").write_bytes(_cache._checksum_line(library))
 
 
 def leftovers(cache: Path) -> list[Path]:
@@ -76,9 +76,9 @@ def kept_library(tmp_path):
     """Keep a file that passes for a library, while the umask forbids nothing."""
     before = os.umask(0)
     try:
-        with _cache.workshop(tmp_path / "key") as workshop:
-            (workshop / "library.so").write_bytes(b"compiled")
-            _cache.keep(workshop / "library.so", tmp_path / "key")
+        with _cache.build_folder(tmp_path / "key") as build_folder:
+            (build_folder / "library.so").write_bytes(b"compiled")
+            _cache.install(build_folder / "library.so", tmp_path / "key")
     finally:
         os.umask(before)
     return tmp_path / "key" / "library.so"
@@ -86,11 +86,11 @@ def kept_library(tmp_path):
 
 def parts_of(library: Path) -> list[Path]:
     """All that a library is loaded by."""
-    return [library.parent, library, _cache._seal_path(library)]
+    return [library.parent, library, _cache._checksum_file(library)]
 
 
 def believed(library: Path) -> bool:
-    return _cache.kept(library.parents[1], library.parent.name, library.name) == [library]
+    return _cache.libraries(library.parents[1], library.parent.name, library.name) == [library]
 
 
 def only_root() -> None:
@@ -151,10 +151,14 @@ def test_what_is_no_file_in_a_folder_is_damage(make, part, kept_library):
     assert not believed(kept_library)
 
 
+def file_lock(folder: Path) -> contextlib.AbstractContextManager[None]:
+    return _cache.file_lock(folder / "lock", contextlib.nullcontext())
+
+
 @pytest.mark.timeout(60)
 def test_a_fifo_in_the_place_of_a_lock_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "lock")
-    with _cache.turn(tmp_path / "lock"):
+    with file_lock(tmp_path):
         pass
 
 
@@ -361,7 +365,7 @@ def test_a_killed_compile_neither_hangs_nor_harms_the_next(tmp_path):
 
 def test_a_compile_that_takes_too_long_is_not_waited_for(tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(_cache, "_WAIT_S", 0.2)
-    with _cache.turn(tmp_path / "lock"), _cache.turn(tmp_path / "lock"):
+    with file_lock(tmp_path), file_lock(tmp_path):
         assert "another process has held" in caplog.text
 
 
@@ -391,17 +395,17 @@ from accumext.backends import _cache
 
 folder, content = Path(sys.argv[1]), bytes(100_000)
 for _ in range(60):
-    with _cache.workshop(folder) as workshop:
-        (workshop / "library.so").write_bytes(content)
+    with _cache.build_folder(folder) as build_folder:
+        (build_folder / "library.so").write_bytes(content)
         try:
-            _cache.keep(workshop / "library.so", folder)
+            _cache.install(build_folder / "library.so", folder)
         except OSError:
             pass  # another process was quicker
 """
 
 
 @contextlib.contextmanager
-def opened(folder: Path):
+def held_open(folder: Path):
     """Open a folder: while it is open, no new folder gets its inode number."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -417,14 +421,14 @@ def test_a_library_is_whole_or_absent_while_processes_replace_it(tmp_path):
     processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
     seen = 0
     while any(process.poll() is None for process in processes):
-        with contextlib.suppress(FileNotFoundError), opened(folder) as descriptor:
+        with contextlib.suppress(FileNotFoundError), held_open(folder) as descriptor:
             files = sorted(os.listdir(descriptor))
             if os.path.samestat(os.fstat(descriptor), folder.stat()):  # else it has been removed
                 assert files == ["library.so", "library.so.sha256"]
                 seen += 1
     assert [process.returncode for process in processes] == [0, 0]
     assert seen > 0
-    assert _cache.kept(tmp_path, "cpu-key", "library.so") == [folder / "library.so"]
+    assert _cache.libraries(tmp_path, "cpu-key", "library.so") == [folder / "library.so"]
     assert [path.name for path in tmp_path.iterdir()] == ["cpu-key"]
 
 

@@ -140,7 +140,7 @@ def test_where_nobody_can_be_told_nothing_fails(stderr, monkeypatch, tmp_path):
     file = (tmp_path / "log").open("w")
     file.close()
     monkeypatch.setattr("sys.stderr", file if stderr else None)
-    with _libraries._told("compiling"):
+    with _libraries._announced("compiling"):
         pass
 
 

@@ -94,9 +94,9 @@ def test_cuda_kernels_of_another_major_version_are_an_error(tmp_path, monkeypatc
     try:
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"for CUDA 12\.8, torch is for CUDA 13\.0"):
-                library.settle()
+                library.resolve()
     finally:
-        library._leave()
+        library._remove_stand_ins()
 
 
 def test_cuda_kernels_stay_out_of_a_cpu_torch(monkeypatch):
@@ -224,6 +224,6 @@ def test_native_refuses_cuda_tensors_when_first_used(monkeypatch):
     library.choose("native")
     try:
         with pytest.raises(RuntimeError, match="needs installed CUDA kernels: not installed"):
-            library.settle()
+            library.resolve()
     finally:
-        library._leave()
+        library._remove_stand_ins()

@@ -523,5 +523,5 @@ def test_one_operator_or_one_device_that_fails_leaves_the_others(monkeypatch):
         accumext.scale_([tensor], 0.5)
         assert defaults == ["accumext::scale_.scalar"]
     finally:
-        library._leave()
+        library._remove_stand_ins()
     assert tensor.tolist() == [0.125] * 3
