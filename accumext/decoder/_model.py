@@ -27,7 +27,8 @@ from accumext.tensors.checks import (
     same_device,
     type_name,
 )
-from accumext.tensors.torch_private import is_fake, sharded_state, translated_from
+from accumext.tensors.torch_private import is_fake, translated_from
+from accumext.tensors.torch_private_distributed import sharded_state
 
 OP = "decode_loss"
 

@@ -16,10 +16,10 @@ from accumext import ops
 from accumext.tensors import checks
 from accumext.tensors.kinds import Group, dense_storage, is_dtensor, main_dtype
 from accumext.tensors.scalars import Scalar, sent, to_device
-from accumext.tensors.torch_private import (
+from accumext.tensors.torch_private import zero_all_
+from accumext.tensors.torch_private_distributed import (
     cancel_synchronisation,
     synchronises_first_pass,
-    zero_all_,
 )
 
 # The bucket size of DistributedDataParallel: large enough for full bandwidth, and small enough that

@@ -38,15 +38,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accumext.tensors.checks import message
-from accumext.tensors.torch_private import (
+from accumext.tensors.torch_private import backward_runs, base_of, not_compiled
+from accumext.tensors.torch_private_distributed import (
     FORWARD_PHASE,
     IDLE_PHASE,
     REPLAY_PHASE,
-    backward_runs,
-    base_of,
     begin_sharded_forward,
     end_sharded_forward,
-    not_compiled,
     set_sharding_phase,
     sharded_modules,
     sharded_state,

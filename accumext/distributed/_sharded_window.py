@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from accumext.tensors import checks
 from accumext.tensors.kinds import Group, is_dtensor, local_tensor, main_dtype
 from accumext.tensors.scalars import Scalar
-from accumext.tensors.torch_private import (
+from accumext.tensors.torch_private_distributed import (
     drop_unsharded_grads,
     gathered_parameters,
     is_root,
