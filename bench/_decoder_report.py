@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from _decoders import OURS, PLAIN, Shape
 from _decoding import Result
 from _report import interval
+from _results import known
 from _timing import Spread, rounded
 
 MIB = 2**20
@@ -137,10 +138,7 @@ def contender_rows(result: Result) -> list[dict[str, Any]]:
         }
     for name, why in result.left_out.items():
         rows.setdefault(name, {})["left_out"] = why
-    return [
-        {k: v for k, v in (about | {"contender": name} | row).items() if v is not None}
-        for name, row in rows.items()
-    ]
+    return [known(about | {"contender": name} | row) for name, row in rows.items()]
 
 
 def _timed(name: str, result: Result) -> str:

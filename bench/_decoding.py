@@ -33,7 +33,7 @@ from _decoders import (
     ways,
 )
 from _facts import free_bytes, synchronisations
-from _timing import Clock, Spread, spread
+from _timing import Clock, Spread, rotated, spread
 from torch import Tensor
 
 from accumext._peak_memory import peak_memory
@@ -173,10 +173,9 @@ class Bench:
         spent = dict.fromkeys(names, 0.0)
         gc.disable()
         for repetition in range(patience.most):
-            turn = repetition % len(names)
             due = [
                 name
-                for name in names[turn:] + names[:turn]
+                for name in rotated(names, repetition)
                 if repetition < patience.least or spent[name] < patience.seconds
             ]
             if not due:

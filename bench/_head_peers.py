@@ -6,12 +6,13 @@ returns the token that a decoder feeds back.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
+import _peers
 import torch
 import torch.nn.functional as F
+from _peers import installed
 from torch import Tensor
 
 HeadLoss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -23,24 +24,13 @@ LIGER, CCE = "Liger", "CCE"
 _MODULES = {LIGER: "liger_kernel.transformers", CCE: "cut_cross_entropy"}
 
 
-def _installed() -> dict[str, Any]:
-    found = {}
-    for name, module in _MODULES.items():
-        try:
-            found[name] = importlib.import_module(module)
-        except (ImportError, OSError, RuntimeError):  # their Triton wants a GPU at import
-            continue
-    return found
-
-
-_PEERS = _installed()
+_PEERS = {name: installed(module) for name, module in _MODULES.items()}
 _IN_TORCH = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
 
 
 def status() -> dict[str, str]:
-    return {TORCH: "in this torch" if _IN_TORCH else "not in this torch"} | {
-        name: "installed" if name in _PEERS else "not installed" for name in _MODULES
-    }
+    in_torch = "in this torch" if _IN_TORCH else "not in this torch"
+    return {TORCH: in_torch} | _peers.status(_MODULES)
 
 
 def head_losses(device: torch.device, dtype: torch.dtype, rows: int) -> dict[str, HeadLoss]:
@@ -50,9 +40,9 @@ def head_losses(device: torch.device, dtype: torch.dtype, rows: int) -> dict[str
         found[TORCH] = _torch(torch.nn.LinearCrossEntropyOptions())
         found[TORCH_CHUNK] = _torch(torch.nn.LinearCrossEntropyOptions(batch_chunk_size=rows))
     if device.type == "cuda":
-        if LIGER in _PEERS:
+        if _PEERS[LIGER] is not None:
             found[LIGER] = _liger
-        if CCE in _PEERS and dtype != torch.float32:
+        if _PEERS[CCE] is not None and dtype != torch.float32:
             found[CCE] = _cce
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,32 +15,19 @@ _CHUNK = 65536  # elements; what both libraries' own callers pass
 _MODULES = {"apex": "amp_C", "TransformerEngine": "transformer_engine.pytorch.optimizers"}
 
 
-def _installed() -> dict[str, Any]:
-    found = {}
-    for name, module in _MODULES.items():
-        try:
-            found[name] = importlib.import_module(module)
-        except (ImportError, OSError):
-            continue
-    return found
-
-
-_PEERS = _installed()
-
-
-def status() -> dict[str, str]:
-    there = {**dict.fromkeys(_MODULES, False), **dict.fromkeys(_PEERS, True)}
-    there["Accelerate"] = accelerate() is not None
-    return {name: "installed" if found else "not installed" for name, found in there.items()}
-
-
 @functools.cache
-def accelerate() -> Any:
-    """The module; None where it is not installed."""
+def installed(module: str) -> Any | None:
+    """The module; None if it is not installed, or wants a GPU that is not there, as Triton does."""
     try:
-        return importlib.import_module("accelerate")
-    except ImportError:
+        return importlib.import_module(module)
+    except (ImportError, OSError, RuntimeError):
         return None
+
+
+def status(modules: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Which peers there are, by their modules."""
+    modules = {**_MODULES, "Accelerate": "accelerate"} if modules is None else modules
+    return {n: "installed" if installed(m) else "not installed" for n, m in modules.items()}
 
 
 def norms(grads: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
@@ -91,7 +78,8 @@ def accumulations(
 
 
 def _on_gpu(grads: Sequence[Tensor]) -> dict[str, Any]:
-    return _PEERS if grads[0].is_cuda else {}
+    peers = {name: installed(module) for name, module in _MODULES.items() if grads[0].is_cuda}
+    return {name: peer for name, peer in peers.items() if peer is not None}
 
 
 def _flag(grads: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from _results import write
+from _results import known, write
 from _timing import Result, Spread, rounded
 
 # Values of a figure's `against` besides a contender: the least time for the bytes that have to
@@ -26,7 +26,7 @@ class Figure(NamedTuple):
 
 def table(result: Result) -> str:
     """One row per contender."""
-    if result.sets:
+    if result.memory:
         return _window_table(result)
     width = max(map(len, result.seconds))
     lines = [
@@ -54,7 +54,7 @@ def _window_table(result: Result) -> str:
         f"\n{result.job}: {result.shape}",
         f"  {'':{width}}{'ms [quartiles]':>32}{'sets of gradients':>19}  time over {first}",
     ]
-    for name, sets in result.sets.items():
+    for name, sets in result.memory.items():
         over = interval(result.ratio(first, name))
         lines.append(
             f"  {name:{width}}{interval(result.spread(name), 1e3, 3):>32}{sets:19.2f}"
@@ -133,9 +133,9 @@ def contender_rows(result: Result) -> list[dict[str, Any]]:
             "host_seconds": rounded(host) if host else None,
             "share_of_limit": rounded(share) if share else None,
             "share_of_copy": rounded(of_copy) if of_copy else None,
-            "sets_of_gradients": result.sets.get(name),  # at the highest point of a run
+            "sets_of_gradients": result.memory.get(name),  # at the highest point of a run
         }
-        rows.append({key: value for key, value in row.items() if value is not None})
+        rows.append(known(row))
     return rows
 
 

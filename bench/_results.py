@@ -1,14 +1,47 @@
-"""Files of results: medians, quartiles and facts, laid out with a row of a table on each line."""
+"""What benchmarks share: options, processes, and files with a row of a table on each line."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import multiprocessing
 import shlex
 import sys
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+R = TypeVar("R")
 
 SHORT, LONGEST_ROW = 160, 1000
+
+
+def parser(doc: str | None, each: str, *, device: bool = True) -> argparse.ArgumentParser:
+    """Return a parser with the options of every benchmark; --json is written after `each`."""
+    result = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
+    result.add_argument(
+        "--json", type=Path, metavar="FILE", help=f"where results go, after every {each}"
+    )
+    result.add_argument("--quick", action="store_true", help="tiny sizes: to see that it runs")
+    if device:
+        import torch  # not everybody has it
+
+        found = "cuda" if torch.cuda.is_available() else "cpu"
+        choices = ("cpu", "cuda")
+        result.add_argument("--device", choices=choices, default=found, help="%(default)s")
+    return result
+
+
+def run_apart(function: Callable[..., R], *args: Any) -> R:
+    """Return what a function returns in a process of its own, whose memory no other has used."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        return processes.submit(function, *args).result()
+
+
+def known(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what is None."""
+    return {key: value for key, value in row.items() if value is not None}
 
 
 def command() -> str:

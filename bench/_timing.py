@@ -68,13 +68,16 @@ class Traffic(NamedTuple):
         return " + ".join([*parts, *filter(None, [copied])])
 
 
+UNKNOWN = Traffic(0, 0)  # what a forward pass moves nobody counts
+
+
 class Contender(NamedTuple):
     """One way to do a job."""
 
     run: Callable[[], Any]
     traffic: Traffic
     outcome: Callable[[Any], Sequence[Tensor]] | None  # from what run returned; None: does less
-    sets: Callable[[], float] | None = None  # counts the sets of gradients that a run has room for
+    memory: Callable[[], float] | None = None  # that a run takes, in the unit of its report
 
 
 class Job(NamedTuple):
@@ -152,7 +155,7 @@ class Result(NamedTuple):
     seconds: dict[str, list[float]]
     limits: list[Limits]  # of each repetition; none where the data may lie in a cache
     host_seconds: dict[str, list[float | None]]
-    sets: Mapping[str, float] = {}  # of gradients, at the highest point of a run, where counted
+    memory: Mapping[str, float] = {}  # at the highest point of a run, where counted
 
     @property
     def baseline(self) -> str:
@@ -277,7 +280,7 @@ def measure(
     """Check that the contenders do the same, which also warms them up, then time them."""
     gc.collect()
     check(job)
-    sets = {name: by.sets() for name, by in job.contenders.items() if by.sets is not None}
+    memory = {name: by.memory() for name, by in job.contenders.items() if by.memory is not None}
     names = list(job.contenders)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     host: dict[str, list[float | None]] = {name: [] for name in names}
@@ -289,8 +292,7 @@ def measure(
             break
         if yardstick is not None:
             limits.append(yardstick.limits(seconds_of))
-        turn = repetition % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in rotated(names, repetition):
             for _ in range(1 + job.again):
                 job.prepare()
                 taken = seconds_of(job.contenders[name].run)
@@ -298,7 +300,13 @@ def measure(
             host[name].append(taken.host_seconds)
     gc.enable()
     traffic = {name: contender.traffic for name, contender in job.contenders.items()}
-    return Result(job.name, job.shape, traffic, seconds, limits, host, sets)
+    return Result(job.name, job.shape, traffic, seconds, limits, host, memory)
+
+
+def rotated(names: list[str], repetition: int) -> list[str]:
+    """Return contenders in the order of their turns: in each repetition another one begins."""
+    first = repetition % len(names)
+    return names[first:] + names[:first]
 
 
 def check(job: Job) -> None:

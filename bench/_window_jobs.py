@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import _peers
 import torch
-from _timing import Contender, Job, Shape, Traffic
+from _timing import UNKNOWN, Contender, Job, Shape
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.utils import clip_grad_norm_
@@ -38,7 +38,6 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "AdamW fused": lambda parameters: AdamW(parameters, fused=True),
 }
 MAX_NORM = 1.0  # less than any of these gradients has
-UNKNOWN = Traffic(0, 0)  # what a forward pass moves nobody counts
 
 
 class Model(NamedTuple):
@@ -97,7 +96,7 @@ def _window(case: Case) -> Job:
     }
     if case.dtype == torch.bfloat16:
         loops["accumext, in backward"] = _in_backward
-    if _peers.accelerate() is not None:
+    if _peers.installed("accelerate"):
         loops["Accelerate"] = _accelerate
     contenders = {name: _contender(case, loop) for name, loop in loops.items()}
     return Job(str(case), case.shape, contenders, again=True)
@@ -159,7 +158,7 @@ def _by_hand(
 def _accelerate(
     model: Model, optimizer: Optimizer, scaler: GradScaler | None, window: int
 ) -> Callable[[], Any]:
-    accelerator = _peers.accelerate().Accelerator(cpu=not model.parameters[0].is_cuda)
+    accelerator = _peers.installed("accelerate").Accelerator(cpu=not model.parameters[0].is_cuda)
     accelerator.scaler = scaler
     prepared = accelerator.prepare(optimizer)
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 
 import _peers
+import _results
 import torch
 from _boundary_jobs import KINDS, REGIMES, boundary_jobs
 from _facts import machine, promises
@@ -182,17 +182,7 @@ def default_shapes(device: torch.device, quick: bool) -> Sequence[Shape]:
 
 
 def arguments() -> argparse.Namespace:
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(description=lines[0])
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="medians and quartiles, written after every job"
-    )
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="%(default)s",
-    )
+    parser = _results.parser(__doc__, "job")
     parser.add_argument(
         "--jobs",
         nargs="+",
@@ -207,7 +197,6 @@ def arguments() -> argparse.Namespace:
         metavar="ELEMENTS/TENSORS",
         help="instead of the usual ones, for example 4e8/300; may be given again",
     )
-    parser.add_argument("--quick", action="store_true", help="small shapes, three repetitions")
     return parser.parse_args()
 
 

@@ -3,30 +3,28 @@
     python bench/audit.py [--json FILE] [--device cpu|cuda] [--quick]
 
 A window is four micro-batches of a model of 30M parameters, clipped, and a step of AdamW. Windows
-with and without an audit alternate in one process. Memory is counted from the allocations of
-tensors, at the highest point of a window, over that of the bare window, in sets of gradients.
+with and without an audit take turns in one process (_timing.py). Memory is counted from the
+allocations of tensors, at the highest point of a window, over that of the bare window, in sets of
+gradients.
 """
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
+import _results
 import torch
 import torch.nn.functional as F
 from _facts import machine
-from _results import write
+from _timing import UNKNOWN, Contender, Job, Patience, Shape, clock, measure
 from torch import nn
 
 import accumext
 from accumext._peak_memory import peak_memory
 
 MICRO_BATCHES, CLASSES = 4, 1000
+BARE, AUDITED = "bare", "audited"
 
 
 def transformer(layers: int, width: int) -> nn.Module:
@@ -48,73 +46,49 @@ CASES: dict[str, tuple[Callable[[int, int], nn.Module], int, int, int]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="small models, few windows")
-    args = parser.parse_args()
-    content: dict[str, Any] = {"machine": machine(torch.device(args.device)), "cases": {}}
+    args = _results.parser(__doc__, "case").parse_args()
+    device = torch.device(args.device)
+    content: dict[str, Any] = {"machine": machine(device), "cases": {}}
     print(f"{'':24}{'window, s':>12}{'audited / bare':>16}{'sets of gradients more':>26}")
     for name, (make, layers, width, rows) in CASES.items():
         model = make(2, 64) if args.quick else make(layers, width)
         width = 64 if args.quick else width
-        result = measure(model.to(args.device), width, rows, 3 if args.quick else 9)
-        content["cases"][name] = result
-        print(
-            f"{name:24}{result['seconds']:12.3f}{result['ratio']:16.2f}{result['sets']:26.2f}",
-            flush=True,
-        )
-    write(args.json, content)
+        job = audit_job(name, model.to(device), width, rows)
+        windows = 3 if args.quick else 9
+        result = measure(job, clock(device, ahead=False), Patience(0.0, windows, windows))
+        content["cases"][name] = case = {
+            "seconds": result.spread(BARE).median,
+            "ratio": result.ratio(BARE, AUDITED).median,
+            "sets": result.memory[AUDITED] - result.memory[BARE],
+        }
+        print(f"{name:24}{case['seconds']:12.3f}{case['ratio']:16.2f}{case['sets']:26.2f}")
+        _results.write(args.json, content)
 
 
-def measure(model: nn.Module, width: int, rows: int, windows: int) -> dict[str, float]:
-    """Medians of the bare window's time and of the ratio, and the peak in sets of gradients."""
-    device = next(model.parameters()).device
-    optimizer = torch.optim.AdamW(model.parameters())
+def audit_job(name: str, model: nn.Module, width: int, rows: int) -> Job:
+    """A window without an audit, and one inside."""
+    parameters = list(model.parameters())
+    device, optimizer = parameters[0].device, torch.optim.AdamW(parameters)
 
-    def window() -> None:
+    def bare() -> None:
         for _ in range(MICRO_BATCHES):
             logits = model(torch.randn(rows, width, device=device))
             targets = torch.randint(CLASSES, (rows,), device=device)
             (F.cross_entropy(logits, targets) / MICRO_BATCHES).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
-    def audited() -> Any:
-        return accumext.audit(model, optimizer, windows=1)
+    def audited() -> None:
+        with accumext.audit(model, optimizer, windows=1):
+            bare()
 
-    for context in (nullcontext, audited):
-        timed(window, context, device)
-    bare, ratios = [], []
-    for _ in range(windows):
-        bare.append(timed(window, nullcontext, device))
-        ratios.append(timed(window, audited, device) / bare[-1])
-    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
-    more = peak(window, audited, device) - peak(window, nullcontext, device)
-    return {
-        "seconds": statistics.median(bare),
-        "ratio": statistics.median(ratios),
-        "sets": more / gradients,
-    }
+    def contender(run: Callable[[], None]) -> Contender:
+        size = sum(p.nbytes for p in parameters)
+        return Contender(run, UNKNOWN, None, lambda: peak_memory(run, device) / size)
 
-
-def timed(window: Callable[[], None], context: Callable[[], Any], device: torch.device) -> float:
-    start = time.perf_counter()
-    with context():
-        window()
-    float(torch.zeros((), device=device))  # waits for the device
-    return time.perf_counter() - start
-
-
-def peak(window: Callable[[], None], context: Callable[[], Any], device: torch.device) -> int:
-    """Bytes of tensors at the highest point of a window, over what there was before."""
-
-    def run() -> None:
-        with context():
-            window()
-
-    return peak_memory(run, device)
+    shape = Shape(sum(p.numel() for p in parameters), len(parameters))
+    return Job(name, shape, {BARE: contender(bare), AUDITED: contender(audited)})
 
 
 if __name__ == "__main__":

@@ -31,15 +31,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import _head_peers
+import _results
 import torch
 from _decoder_report import Faster, Growth, Smaller, Waits, contender_rows, table
 from _decoders import (
@@ -58,7 +57,6 @@ from _decoding import Bench, Case, Paces, Patience, Result
 from _facts import machine
 from _head_peers import TORCH
 from _report import figure_lines
-from _results import write
 from _timing import clock
 
 # Roles, by which the figures know shapes.
@@ -150,21 +148,19 @@ def main() -> int:
     failed: dict[str, str] = {}
     paces: Paces = {}
     for case in cases(args):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
+        try:
             threads = torch.get_num_threads()
-            measured = processes.submit(measure, case, device, patience, paces, threads)
-            try:
-                result, paces = measured.result()
-            except Exception as error:  # memory is short, or the process was killed
-                failed[str(case)] = f"{type(error).__name__}: {error}"
-                print(f"\n{case}: {error}", file=sys.stderr, flush=True)
-            else:
-                results.append(result)
-                print(table(result), flush=True)
+            result, paces = _results.run_apart(measure, case, device, patience, paces, threads)
+        except Exception as error:  # memory is short, or the process was killed
+            failed[str(case)] = f"{type(error).__name__}: {error}"
+            print(f"\n{case}: {error}", file=sys.stderr, flush=True)
+        else:
+            results.append(result)
+            print(table(result), flush=True)
         promised = figures(args, device, results)
         rows = [row for result in results for row in contender_rows(result)]
         content = {"machine": facts, "rows": rows, "figures": promised, "failed": failed}
-        write(args.json, content)
+        _results.write(args.json, content)
 
     if promised:
         print(figure_lines(promised))
@@ -220,18 +216,8 @@ def warm_up(device: torch.device, cell: str, dtype: torch.dtype) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    lines = (__doc__ or "").splitlines()
-    parser = argparse.ArgumentParser(description=lines[0])
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="medians and quartiles, written after every case"
-    )
+    parser = _results.parser(__doc__, "case")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and memory (PNG)")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="%(default)s",
-    )
     parser.add_argument("--cell", choices=list(CELLS), default="gru", help="%(default)s")
     parser.add_argument(
         "--dtype",
@@ -252,7 +238,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--full", action="store_true", help="all shapes of the grid: hours on a CPU"
     )
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions")
     args = parser.parse_args()
     args.dtype = getattr(torch, args.dtype) if args.dtype else PROMISED[args.device][1]
     return args

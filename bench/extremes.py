@@ -15,22 +15,18 @@ Each prints what was checked, its time, and the peak memory of its own process; 
 
 from __future__ import annotations
 
-import argparse
 import math
-import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import _results
 import torch
 import torch.nn.functional as F
 from _decoding import distance
 from _facts import free_bytes, machine
 from _long_run import WINDOW, living_tensors, train
-from _results import write
 from torch import Tensor, nn
 
 import accumext
@@ -331,18 +327,15 @@ def process_peak() -> int | None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = _results.parser(__doc__, "extreme", device=False)
     parser.add_argument("names", nargs="+", choices=list(EXTREMES), metavar="EXTREME")
-    parser.add_argument("--quick", action="store_true", help="small sizes, in seconds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every extreme")
     args = parser.parse_args()
     report: dict[str, Any] = {"machine": machine(CPU), "quick": args.quick, "extremes": []}
     for name in args.names:
         print(name, flush=True)
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
-            row = processes.submit(examine, name, args.quick).result()
+        row = _results.run_apart(examine, name, args.quick)
         report["extremes"].append(row)
-        write(args.json, report)
+        _results.write(args.json, report)
         peak = f", at most {row['peak_bytes'] / GIB:.2f} GiB" if row["peak_bytes"] else ""
         print(f"  {row['seconds']:.1f} s{peak}", flush=True)
     return 1 if any(row["difference"] for row in report["extremes"]) else 0

@@ -4,11 +4,11 @@ write.
     python bench/loops.py [--json FILE] [--device cpu|cuda] [--threads N] [--quick]
                           [generate|rollout|teacher|function|known|precision]...
 
-In every repetition each way of a job runs twice, in rotated order, and its second run is timed: a
-program repeats one way, and the first run after another pays for the memory that this has left
-behind. Ratios are formed within a repetition. Before that, all ways of a job are found to compute
-the same, save for samples. Peak memory is what a call holds at its highest point over what there
-was before it, with the gradients that it leaves.
+In every repetition each way of a job runs twice, in rotated order (_timing.py), and its second run
+is timed: a program repeats one way, and the first run after another pays for the memory that this
+has left behind. Before that, all ways of a job are found to compute the same, save for samples.
+Peak memory is what a call holds at its highest point over what there was before it, with the
+gradients that it leaves.
 
 - generate: V words, B rows, embedding and state of H. The loop calls nn.GRUCell, nn.Linear,
   log_softmax, and multinomial, topk, sort or gather.
@@ -27,29 +27,25 @@ was before it, with the gradients that it leaves.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import functools
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import _results
+import _timing
 import torch
 import torch.nn.functional as F
-from _decoding import distance
 from _facts import machine
-from _report import figure_lines, interval
-from _results import write
-from _timing import Clock, Spread, clock, rounded, spread
+from _report import contender_rows, figure_lines, interval
+from _timing import UNKNOWN, Clock, Contender, Patience, Result, Shape, clock
 from torch import Tensor, nn
 
 import accumext
 from accumext._peak_memory import peak_memory
 
 OURS = "accumext"
-TOLERANCE = 1e-4  # relative, of float32
 
 
 class Job(NamedTuple):
@@ -61,17 +57,6 @@ class Job(NamedTuple):
     figures: Sequence[tuple[str, float]] = ()  # ours is so many times as fast as these, at least
     same: bool = True  # whether all compute the same
     repetitions: int = 11
-
-
-class Result(NamedTuple):
-    job: Job
-    seconds: dict[str, list[float]]
-    peak_bytes: dict[str, int]
-
-    def ratio(self, way: str, against: str) -> Spread:
-        """Return how many times faster it is, repetition by repetition."""
-        pairs = zip(self.seconds[way], self.seconds[against])
-        return spread([theirs / mine for mine, theirs in pairs])
 
 
 def generate_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
@@ -333,75 +318,53 @@ def _forgetter(*modules: nn.Module) -> Callable[[], None]:
 
 
 def measure(job: Job, device: torch.device, seconds_of: Clock, repetitions: int) -> Result:
-    """Check that all ways compute the same, take their memory, then time them."""
-    expected: Sequence[Tensor] = []
-    peaks = {}
-    for name, way in job.ways.items():
+    """Time all ways of a job, with the peaks of their memory."""
+
+    def peak(way: Callable[[], Sequence[Tensor]]) -> int:
         job.forget()
-        found = [tensor.clone() for tensor in way()]
-        expected = expected or found
-        if job.same and (off := distance(found, expected)) > TOLERANCE:
-            raise AssertionError(f"{job.name}: {name} is off by {off:.1e}")
-        del found
-        job.forget()
-        peaks[name] = peak_memory(way, device)
-    names = list(job.ways)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    gc.collect()
-    gc.disable()
-    for repetition in range(repetitions):
-        turn = repetition % len(names)
-        for name in names[turn:] + names[:turn]:
-            for _ in range(2):
-                job.forget()
-                taken = seconds_of(job.ways[name]).seconds
-            seconds[name].append(taken)
-    gc.enable()
-    return Result(job, seconds, peaks)
+        return peak_memory(way, device)
+
+    contenders = {
+        name: Contender(way, UNKNOWN, list if job.same else None, functools.partial(peak, way))
+        for name, way in job.ways.items()
+    }
+    timed = _timing.Job(job.name, Shape(0, 0), contenders, job.forget, again=True)
+    return _timing.measure(timed, seconds_of, Patience(0.0, repetitions, repetitions))
 
 
 def table(result: Result) -> str:
-    usual, *_ = result.seconds
     width = max(map(len, result.seconds))
     lines = [
-        f"\n{result.job.name}",
+        f"\n{result.job}",
         f"  {'':{width}}{'ms [quartiles]':>26}{'MiB':>8}  times faster",
     ]
-    for name, samples in result.seconds.items():
+    for name, peak in result.memory.items():
+        faster = f"  {interval(result.ratio(name, result.baseline))}"
         lines.append(
-            f"  {name:{width}}{interval(spread(samples), 1e3, 1):>26}"
-            f"{result.peak_bytes[name] / 2**20:8.1f}"
-            + ("" if name == usual else f"  {interval(result.ratio(name, usual))}")
+            f"  {name:{width}}{interval(result.spread(name), 1e3, 1):>26}{peak / 2**20:8.1f}"
+            + ("" if name == result.baseline else faster)
         )
     return "\n".join(lines)
 
 
-def figures_of(result: Result) -> list[dict[str, Any]]:
+def figures_of(job: Job, result: Result) -> list[dict[str, Any]]:
     """Figures as _report prints them."""
     rows = []
-    for against, target in result.job.figures:
+    for against, target in job.figures:
         q1, median, q3 = result.ratio(OURS, against)
-        text = f"{result.job.name}: {OURS} over {against}"
+        text = f"{job.name}: {OURS} over {against}"
         rows.append(
             {"figure": text, "target": round(target, 3), "measured": median, "quartiles": [q1, q3]}
         )
     return rows
 
 
-def contender_rows(result: Result) -> list[dict[str, Any]]:
+def rows_of(result: Result) -> list[dict[str, Any]]:
     """A row for each way of a job."""
-    first, *_ = result.seconds
+    quantities = ("job", "contender", "runs", "seconds", "times_faster", "time_over_first")
     return [
-        {
-            "job": result.job.name,
-            "contender": name,
-            "runs": len(samples),
-            "seconds": rounded(spread(samples)),
-            "times_faster": rounded(result.ratio(name, first)),  # than the first way
-            "time_over_first": rounded(result.ratio(first, name)),
-            "peak_bytes": result.peak_bytes[name],
-        }
-        for name, samples in result.seconds.items()
+        {name: row[name] for name in quantities} | {"peak_bytes": result.memory[row["contender"]]}
+        for row in contender_rows(result)
     ]
 
 
@@ -417,17 +380,9 @@ ASKED_FOR = ("known", "precision")  # take minutes
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = _results.parser(__doc__, "job")
     parser.add_argument("jobs", nargs="*", choices=[[], *JOBS], help="which; else the shorter ones")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch; as many as it chooses")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="written after every job")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="%(default)s",
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, few repetitions")
     args = parser.parse_args()
     device = torch.device(args.device)
     if args.threads:
@@ -441,9 +396,9 @@ def main() -> int:
             repetitions = 2 if args.quick else job.repetitions
             result = measure(job, device, seconds_of, repetitions)
             print(table(result), flush=True)
-            rows += contender_rows(result)
-            figures += figures_of(result)
-            write(args.json, {"machine": facts, "rows": rows, "figures": figures})
+            rows += rows_of(result)
+            figures += figures_of(job, result)
+            _results.write(args.json, {"machine": facts, "rows": rows, "figures": figures})
     print(figure_lines(figures))
     return 0
 

@@ -24,18 +24,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import _results
 import torch
 from _decoder_report import MIB, contender_rows
 from _decoders import OURS, PER_TOKEN, PLAIN, Shape
 from _decoding import Case, Result
 from _facts import machine
-from _results import write
 from decoder import DEFAULT, measure
 
 WAYS = PLAIN, PER_TOKEN, OURS
@@ -60,17 +58,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     content: dict[str, Any] = {"machine": machine(device), "rows": [], "failed": {}}
     print(f"peak MiB over parameters and gradients\n{'':32}", *(f"{name:>30}" for name in WAYS))
     for case in cases(args.quick):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as processes:
-            measured = processes.submit(measure, case, device, DEFAULT, {}, torch.get_num_threads())
-            try:
-                result, _ = measured.result()
-            except Exception as error:  # memory is short, or the process was killed
-                content["failed"][str(case)] = f"{type(error).__name__}: {error}"
-                print(f"{case}: {error}", file=sys.stderr, flush=True)
-            else:
-                content["rows"] += contender_rows(result)
-                print(line(result), flush=True)
-        write(args.json, content)
+        try:
+            threads = torch.get_num_threads()
+            result, _ = _results.run_apart(measure, case, device, DEFAULT, {}, threads)
+        except Exception as error:  # memory is short, or the process was killed
+            content["failed"][str(case)] = f"{type(error).__name__}: {error}"
+            print(f"{case}: {error}", file=sys.stderr, flush=True)
+        else:
+            content["rows"] += contender_rows(result)
+            print(line(result), flush=True)
+        _results.write(args.json, content)
     print("", *(f"{name}: {fact}" for name, fact in content["machine"].items()), sep="\n")
     return content
 
@@ -97,16 +94,8 @@ def line(result: Result) -> str:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="every peak, in bytes")
+    parser = _results.parser(__doc__, "T")
     parser.add_argument("--plot", type=Path, metavar="STEM", help="draw STEM_{light,dark}.svg")
-    parser.add_argument(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="%(default)s",
-    )
-    parser.add_argument("--quick", action="store_true", help="a tiny decoder and few steps")
     parser.add_argument(
         "--from",
         type=Path,

@@ -5,7 +5,6 @@ python bench/programs.py --json bench/results/programs_cpu.json
 
 from __future__ import annotations
 
-import argparse
 import re
 import statistics
 import subprocess
@@ -14,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import _results
 import torch
 from _facts import machine
-from _results import write
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "programs"
 # A title, where a program compares several things, and the two lines below it.
@@ -51,12 +50,8 @@ def summary(runs: Sequence[dict[str, dict[str, float]]], title: str) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the results go")
+    parser = _results.parser(__doc__, "program", device=False)
     parser.add_argument("--runs", type=int, default=3, help="of each program (default: 3)")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes: to see that it runs")
     args = parser.parse_args()
     programs: list[dict[str, Any]] = []
     for path in sorted(FOLDER.glob("*.py")):
@@ -72,7 +67,7 @@ def main() -> None:
         for title in runs[0]:
             programs.append({"program": path.stem, "title": title, **summary(runs, title)})
             print(programs[-1], flush=True)
-    write(args.json, {"machine": machine(torch.device("cpu")), "programs": programs})
+        _results.write(args.json, {"machine": machine(torch.device("cpu")), "programs": programs})
 
 
 if __name__ == "__main__":

@@ -245,10 +245,8 @@ def test_every_name_has_a_reader():
             names |= {getattr(node, "name", "_")}
             names |= {alias.asname or "_" for alias in getattr(node, "names", ())}
             if isinstance(node, (ast.Assign, ast.AnnAssign)):
-                nodes = ast.walk(
-                    ast.Module(body=getattr(node, "targets", [getattr(node, "target", None)]))
-                )
-                names |= {part.id for part in nodes if isinstance(part, ast.Name)}
+                parts = (part for part in ast.walk(node) if isinstance(part, ast.Name))
+                names |= {part.id for part in parts if isinstance(part.ctx, ast.Store)}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             module = str(getattr(node, "module", ""))

@@ -124,7 +124,7 @@ def test_repetitions_are_complete_and_rotate(again, calls, seconds):
     assert "".join(made) == calls
     assert result.seconds == seconds
     assert result.host_seconds == {name: [0.5] * 3 for name in "abc"}
-    assert result.sets == {name: ord(name) for name in "abc"}
+    assert result.memory == {name: ord(name) for name in "abc"}
 
 
 def test_figures_follow_from_the_samples():

@@ -1,7 +1,6 @@
 """The benchmark of generate, rollout and known tokens: ways are compared, figures follow."""
 
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ from support import ROOT
 
 sys.path.insert(0, str(ROOT / "bench"))
 import loops
+from _timing import Taken
 
 
 def measured(job: Any, repetitions: int = 3) -> Any:
@@ -17,7 +17,7 @@ def measured(job: Any, repetitions: int = 3) -> Any:
 
     def seconds_of(way):
         way()
-        return SimpleNamespace(seconds=2.0 if way is usual else 0.5)
+        return Taken(2.0 if way is usual else 0.5)
 
     return loops.measure(job, torch.device("cpu"), seconds_of, repetitions)
 
@@ -28,7 +28,7 @@ def test_all_ways_of_a_job_do_the_same(name):
     for job in loops.JOBS[name](torch.device("cpu"), True):
         result = measured(job, repetitions=2)
         assert all(len(samples) == 2 for samples in result.seconds.values())
-        assert result.peak_bytes.keys() == job.ways.keys()
+        assert result.memory.keys() == job.ways.keys()
         assert {against for against, _ in job.figures} <= job.ways.keys()
 
 
@@ -51,15 +51,16 @@ def test_figures_follow_from_the_samples():
         weight.grad = None
 
     ways = {"the loop": way, loops.OURS: lambda: way()}
-    result = measured(loops.Job("job", ways, forget, figures=[("the loop", 3.0)]))
+    job = loops.Job("job", ways, forget, figures=[("the loop", 3.0)])
+    result = measured(job)
     assert weight.grad.tolist() == [3, 3]
     assert result.seconds == {"the loop": [2.0] * 3, "accumext": [0.5] * 3}
     result.seconds["accumext"][:] = [0.5, 1.0, 0.25]
-    usual, ours = loops.contender_rows(result)
+    usual, ours = loops.rows_of(result)
     assert usual["times_faster"] == usual["time_over_first"] == [1.0] * 3
     assert (ours["runs"], ours["seconds"]) == (3, [0.375, 0.5, 0.75])
     assert (ours["times_faster"], ours["time_over_first"]) == ([3, 4, 6], [0.1875, 0.25, 0.375])
-    assert ours["peak_bytes"] == result.peak_bytes["accumext"] > 0
-    (row,) = loops.figures_of(result)
+    assert ours["peak_bytes"] == result.memory["accumext"] > 0
+    (row,) = loops.figures_of(job, result)
     assert (row["figure"], row["target"], row["measured"]) == ("job: accumext over the loop", 3, 4)
     assert "4.00 [3.00, 6.00]" in loops.table(result)
