@@ -1,6 +1,6 @@
 """Training a decoder on its own greedy tokens: accumext beside the usual ways, PyTorch and peers.
 
-    python bench/decoder.py [--json FILE] [--plot FILE] [--device cpu|cuda] [--cell gru|lstm|rnn]
+    python bench/decoder.py [--json FILE] [--device cpu|cuda] [--cell gru|lstm|rnn]
                             [--dtype float32|bfloat16] [--threads N] [--shape T,B,V,H]... [--full]
                             [--quick]
 
@@ -34,7 +34,6 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import _head_peers
@@ -165,10 +164,6 @@ def main() -> int:
     if promised:
         print(figure_lines(promised))
     print("", *(f"{name}: {fact}" for name, fact in facts.items()), sep="\n")
-    if args.plot is not None:
-        from _decoder_plot import plot  # matplotlib is not needed otherwise
-
-        plot(args.plot, results, facts)
     return 1 if failed else 0
 
 
@@ -217,7 +212,6 @@ def warm_up(device: torch.device, cell: str, dtype: torch.dtype) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = _results.parser(__doc__, "case")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and memory (PNG)")
     parser.add_argument("--cell", choices=list(CELLS), default="gru", help="%(default)s")
     parser.add_argument(
         "--dtype",
