@@ -137,10 +137,10 @@ class GatheredOnce:
             return
         if phase == REPLAY_PHASE:
             if not backward_runs():
-                contract = "be where an earlier backward pass has succeeded, or been reset"
+                contract = "be reset after a backward pass that failed"
                 outermost = "of the outermost fully_shard module"
                 advice = f"Call zero_grad() and then reset_iter_state() {outermost}"
-                got = f"{type(module).__name__} after one that failed"
+                got = f"{type(module).__name__}, which was not"
                 raise RuntimeError(message(self._op, "modules", contract, got, advice))
             module.unshard()
             return

@@ -73,9 +73,9 @@ class ShardedWindow:
         inner = {child for module in sharded for child in module.modules() if child is not module}
         roots = [module for module in sharded if module not in inner]
         if not roots:
-            fail("hold fully_shard modules where synchronize='window'", checks.type_name(model))
+            fail("hold fully_shard modules if synchronize='window'", checks.type_name(model))
         if any(is_root(root) is False for root in roots):
-            fail("be all of what FSDP gathers together, where synchronize='window'", "a part of it")
+            fail("be all of what FSDP gathers together if synchronize='window'", "a part of it")
         if not self._holding and reduction == "mean" and any(map(sums_gradients, roots)):
             contract = "average gradients over processes with reduction='mean'"
             advice = "Set the number of data-parallel processes, or use reduction='sum'"
@@ -133,13 +133,13 @@ class ShardedWindow:
     def refuse_while_held(self, op: str) -> None:
         """Raise for an operation that needs the open window's gradients, if FSDP holds them."""
         if self.holds:
-            contract = "be closed, where FSDP holds its gradients unreduced"
-            advice = "Do this where opt.stepped is true"
+            contract = "be closed while FSDP holds its gradients unreduced"
+            advice = "Do this when opt.stepped is True"
             raise RuntimeError(checks.message(op, "the window", contract, "an open one", advice))
 
     def refuse_synchronised(self, op: str) -> NoReturn:
         """Raise for gradients that a backward pass outside of `holding` has reduced."""
-        contract = "be formed inside `with opt.micro_batch(model):` where synchronize='window'"
+        contract = "be formed inside `with opt.micro_batch(model):` if synchronize='window'"
         raise RuntimeError(checks.message(op, "gradients", contract, "some of another pass"))
 
     def _refuse_cleared(self, op: str) -> None:

@@ -51,10 +51,7 @@ class Master:
     version: int | None = None  # of the parameter when it last was its rounded master, if known
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Master, (
-            self.parameter,
-            self.stochastic,
-        )  # copies of tensors count their writes anew
+        return Master, (self.parameter, self.stochastic)  # copies of tensors count writes anew
 
     @torch.no_grad()
     def sync(self, master: Tensor, write_master: bool) -> None:
@@ -124,13 +121,15 @@ def masters(
     except (RuntimeError, TypeError):
         contract = "be None, for that of each parameter, or a device such as 'cpu'"
         checks.fail_value("masters", "device", contract, repr(device))
-    made: dict[Tensor, nn.Parameter] = {}
-    given = list(parameters)
-    for index, parameter in enumerate(given):
+    result: list[nn.Parameter] = []
+    masters_by_parameter: dict[Tensor, nn.Parameter] = {}
+    for index, parameter in enumerate(parameters):
         _check_parameter(op, f"parameters[{index}]", parameter, place)
-        if parameter not in made:
-            made[parameter] = _master_of(parameter, place, stochastic_rounding)
-    return [made[parameter] for parameter in given]
+        if parameter not in masters_by_parameter:
+            master = _master_of(parameter, place, stochastic_rounding)
+            masters_by_parameter[parameter] = master
+        result.append(masters_by_parameter[parameter])
+    return result
 
 
 def _check_parameter(op: str, name: str, parameter: Any, place: torch.device | None) -> None:
@@ -138,7 +137,7 @@ def _check_parameter(op: str, name: str, parameter: Any, place: torch.device | N
     if not parameter.is_leaf:
         checks.fail_value(op, name, "be a leaf", "a tensor with a graph")
     if place is not None and is_dtensor(parameter) and place.type != parameter.device.type:
-        contract = f"be on {place} where its master is to be, for its shards stay with their mesh"
+        contract = f"be on {place} if its master is to be, since shards stay with their mesh"
         advice = "Shard with CPUOffloadPolicy, and leave device=None"
         checks.fail_value(op, name, contract, parameter.device, advice)
 
@@ -275,15 +274,15 @@ class SteppedTensors:
 
     def check_added(self, op: str, param_group: Any) -> None:
         """Raise if masters forbid a group; the optimizer itself checks the group otherwise."""
-        given = param_group.get("params", ()) if isinstance(param_group, dict) else ()
-        if isinstance(given, Iterator):  # it can be read only once
-            given = param_group["params"] = list(given)
-        members = [given] if isinstance(given, Tensor) else given
+        params = param_group.get("params", ()) if isinstance(param_group, dict) else ()
+        if isinstance(params, Iterator):  # it can be read only once
+            params = param_group["params"] = list(params)
+        members = [params] if isinstance(params, Tensor) else params
         members = [m[1] if isinstance(m, tuple) and len(m) == 2 else m for m in members]
         tensors = [m for m in members if isinstance(m, Tensor)]
         added = links_of(tensors)
         if added and self.is_parameters:
-            contract = "hold masters only where the optimizer was made with some"
+            contract = "hold masters only if the optimizer was made with some"
             advice = "Pass AccumulatingOptimizer(..., masters=...)"
             checks.fail_value(op, "params", contract, "a master", advice)
         if not {link.parameter for link in self.links.values()}.isdisjoint(tensors):

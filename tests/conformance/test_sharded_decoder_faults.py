@@ -97,9 +97,9 @@ def test_an_exception_in_a_backward_pass(rank, world):
     fails.set()
     assert error_of(loss.backward) == "ZeroDivisionError: in the cell"
     assert error_of(model, features, targets, "greedy") == (
-        "RuntimeError: decode_loss: modules must be where an earlier backward pass has succeeded, "
-        "or been reset, got FSDPEmbedding after one that failed. Call zero_grad() and then "
-        "reset_iter_state() of the outermost fully_shard module"
+        "RuntimeError: decode_loss: modules must be reset after a backward pass that failed, got "
+        "FSDPEmbedding, which was not. Call zero_grad() and then reset_iter_state() of the "
+        "outermost fully_shard module"
     )
     if hasattr(FSDPModule, "reset_iter_state"):
         for part in model.parts():

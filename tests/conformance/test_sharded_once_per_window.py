@@ -115,11 +115,11 @@ def test_what_does_not_go_with_windows_that_are_sent_once(rank, world):
     errors += [error_of(empty), error_of(cleared)]
     opt.discard()
     train_inside(opt, model, own_share(rank, world, WINDOW))
-    formed = "must be formed inside `with opt.micro_batch(model):` where synchronize='window'"
+    formed = "must be formed inside `with opt.micro_batch(model):` if synchronize='window'"
     assert errors == [
         f"RuntimeError: {OP}.backward: gradients {formed}, got some of another pass",
         f"RuntimeError: {OP}.step: gradients {formed}, got some of another pass",
-        f"ValueError: {OP}.micro_batch: model must hold fully_shard modules where "
+        f"ValueError: {OP}.micro_batch: model must hold fully_shard modules if "
         "synchronize='window', got Linear",
         f"RuntimeError: {OP}.micro_batch: the micro-batch must have an opt.backward where "
         "synchronize='window', got none",

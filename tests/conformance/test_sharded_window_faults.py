@@ -102,7 +102,7 @@ FAILURES = {  # what fails, after how many micro-batches; what is said
     before_the_first_forward: (0, "KeyError: 'no batch'"),
     of_a_part: (
         shares.WINDOW,
-        f"ValueError: {OP}.micro_batch: model must be all of what FSDP gathers together, where "
+        f"ValueError: {OP}.micro_batch: model must be all of what FSDP gathers together if "
         "synchronize='window', got a part of it",
     ),
 }
@@ -162,8 +162,8 @@ def test_copies_of_a_window_that_fsdp_holds(rank, world):
     train_inside(opt, model, share[2:])
     assert opt.main_grad(parameter) is None
     assert errors == [
-        f"RuntimeError: {OP}.{name}: the window must be closed, where FSDP holds its "
-        "gradients unreduced, got an open one. Do this where opt.stepped is true"
+        f"RuntimeError: {OP}.{name}: the window must be closed while FSDP holds its "
+        "gradients unreduced, got an open one. Do this when opt.stepped is True"
         for name in ("__getstate__", "__getstate__", "main_grad")
     ]
     return as_expected(model, opt, by_hand(world, 0, 8))
