@@ -27,7 +27,7 @@ class Figure(NamedTuple):
 def table(result: Result) -> str:
     """One row per contender."""
     if result.memory:
-        return _window_table(result)
+        return memory_table(result)
     width = max(map(len, result.seconds))
     lines = [
         f"\n{result.job}: {result.shape}",
@@ -47,18 +47,22 @@ def table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _window_table(result: Result) -> str:
-    """Times as parts of the first contender's, and the memory of gradients."""
-    width, first = max(map(len, result.seconds)), result.baseline
+def memory_table(
+    result: Result, head: str = "sets of gradients", unit: float = 1.0, over: bool = True
+) -> str:
+    """Times and memory; beside them the time over that of the first contender, or the inverse."""
+    first = result.baseline
+    width = max(map(len, result.seconds))
+    ratios = f"time over {first}" if over else "times faster"
     lines = [
-        f"\n{result.job}: {result.shape}",
-        f"  {'':{width}}{'ms [quartiles]':>32}{'sets of gradients':>19}  time over {first}",
+        f"\n{result.job}{f': {result.shape}' if result.shape.elements else ''}",
+        f"  {'':{width}}{'ms [quartiles]':>32}{head:>19}  {ratios}",
     ]
-    for name, sets in result.memory.items():
-        over = interval(result.ratio(first, name))
+    for name, taken in result.memory.items():
+        ratio = interval(result.ratio(first, name) if over else result.ratio(name, first))
         lines.append(
-            f"  {name:{width}}{interval(result.spread(name), 1e3, 3):>32}{sets:19.2f}"
-            + ("" if name == first else f"  {over}")
+            f"  {name:{width}}{interval(result.spread(name), 1e3, 3):>32}{taken / unit:19.2f}"
+            + ("" if name == first else f"  {ratio}")
         )
     return "\n".join(lines)
 

@@ -109,22 +109,6 @@ def lines_in(folder: str, *endings: str) -> int:
     return sum(length(path) for path in paths if path.is_file() and path.suffix in endings)
 
 
-def asks_for_tensors(tree: ast.AST) -> int:
-    """Count calls of `isinstance` that name Tensor."""
-    calls = (node for node in ast.walk(tree) if isinstance(node, ast.Call))
-    texts = (ast.unparse(call) for call in calls)
-    return sum(text.startswith("isinstance(") and "Tensor" in text for text in texts)
-
-
-def assigns_state(tree: ast.AST) -> bool:
-    """Tell whether a file assigns the state of a box."""
-    statements = (node for node in ast.walk(tree) if isinstance(node, (ast.Assign, ast.AnnAssign)))
-    targets = (
-        t for s in statements for t in (s.targets if isinstance(s, ast.Assign) else [s.target])
-    )
-    return any(isinstance(t, ast.Attribute) and t.attr == "state" for t in targets)
-
-
 def plan(graph: Mapping[str, Iterable[str]]) -> str:
     """The number of floors, or the circle."""
     try:
@@ -137,7 +121,6 @@ def main() -> None:
     owners: Counter[str] = Counter()
     for name, path in MODULES.items():
         owners[place(name)] += length(path)
-    optimizer = {dotted(p): tree for p, tree in TREES.items() if p.parent.name == "optimizer"}
     rows: dict[str, object] = {
         **dict(owners.most_common()),
         "accumext in all": owners.total(),
@@ -151,8 +134,6 @@ def main() -> None:
         f"files of more than {LONG_FILE}": {
             dotted(p): length(p) for p in SOURCES if length(p) > LONG_FILE
         },
-        "isinstance(..., Tensor) in optimizer": sum(map(asks_for_tensors, optimizer.values())),
-        "files that assign a state": [n for n, tree in optimizer.items() if assigns_state(tree)],
     }
     for label, value in rows.items():
         print(f"{label:40} {value}")

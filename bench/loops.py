@@ -38,7 +38,7 @@ import _timing
 import torch
 import torch.nn.functional as F
 from _facts import machine
-from _report import contender_rows, figure_lines, interval
+from _report import contender_rows, figure_lines, memory_table
 from _timing import UNKNOWN, Clock, Contender, Patience, Result, Shape, clock
 from torch import Tensor, nn
 
@@ -332,21 +332,6 @@ def measure(job: Job, device: torch.device, seconds_of: Clock, repetitions: int)
     return _timing.measure(timed, seconds_of, Patience(0.0, repetitions, repetitions))
 
 
-def table(result: Result) -> str:
-    width = max(map(len, result.seconds))
-    lines = [
-        f"\n{result.job}",
-        f"  {'':{width}}{'ms [quartiles]':>26}{'MiB':>8}  times faster",
-    ]
-    for name, peak in result.memory.items():
-        faster = f"  {interval(result.ratio(name, result.baseline))}"
-        lines.append(
-            f"  {name:{width}}{interval(result.spread(name), 1e3, 1):>26}{peak / 2**20:8.1f}"
-            + ("" if name == result.baseline else faster)
-        )
-    return "\n".join(lines)
-
-
 def figures_of(job: Job, result: Result) -> list[dict[str, Any]]:
     """Figures as _report prints them."""
     rows = []
@@ -395,7 +380,7 @@ def main() -> int:
         for job in JOBS[name](device, args.quick):
             repetitions = 2 if args.quick else job.repetitions
             result = measure(job, device, seconds_of, repetitions)
-            print(table(result), flush=True)
+            print(memory_table(result, "MiB", 2**20, over=False), flush=True)
             rows += rows_of(result)
             figures += figures_of(job, result)
             _results.write(args.json, {"machine": facts, "rows": rows, "figures": figures})

@@ -63,4 +63,4 @@ def test_figures_follow_from_the_samples():
     assert ours["peak_bytes"] == result.memory["accumext"] > 0
     (row,) = loops.figures_of(job, result)
     assert (row["figure"], row["target"], row["measured"]) == ("job: accumext over the loop", 3, 4)
-    assert "4.00 [3.00, 6.00]" in loops.table(result)
+    assert "4.00 [3.00, 6.00]" in loops.memory_table(result, "MiB", 2**20, over=False)
