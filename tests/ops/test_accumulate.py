@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import oracle
 from support.budget import examples
-from support.tensors import assert_equal
+from support.tensors import FLOAT_DTYPES, assert_equal
 
 import accumext
 from accumext.ops import reference
@@ -27,40 +27,36 @@ LAYOUTS = {
 }
 
 
+def assert_accumulates(main_grads, grads, **options):
+    """Exactly the sums of dyadic data, and their norm."""
+    pairs = zip(main_grads, grads, strict=True)
+    expected = [oracle.accumulated(*pair, **options) for pair in pairs]
+    factor = options.pop("factor", 1.0)
+    norm = accumext.accumulate_(main_grads, grads, inv_scale=factor, **options)
+    assert_equal(main_grads, expected)
+    oracle.assert_norm(norm, expected)
+
+
 @pytest.mark.parametrize("overwrite", [False, True], ids=["add", "overwrite"])
 def test_dyadic_data_is_exact_at_every_edge(main_dtype, grad_dtype, overwrite):
     main_grads = [oracle.dyadic([n], main_dtype) for n in oracle.EDGE_SIZES]
     grads = [oracle.dyadic([n], grad_dtype) for n in oracle.EDGE_SIZES]
-    expected = [
-        oracle.accumulated(m, g, 0.5, overwrite) for m, g in zip(main_grads, grads, strict=True)
-    ]
-    norm = accumext.accumulate_(main_grads, grads, inv_scale=0.5, overwrite=overwrite)
-    for size, got, want in zip(oracle.EDGE_SIZES, main_grads, expected, strict=True):
-        assert torch.equal(got, want), f"size {size}"
-    oracle.assert_norm(norm, expected)
+    assert_accumulates(main_grads, grads, factor=0.5, overwrite=overwrite)
 
 
 def test_every_pair_of_dtypes_in_one_call():
-    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-    pairs = list(itertools.product(dtypes, dtypes))
-    shapes = [(7, 5), (), (0,), (3, 0, 2)]
-    main_grads = [oracle.dyadic(shapes[i % 4], main) for i, (main, _) in enumerate(pairs)]
-    grads = [oracle.dyadic(m.shape, grad) for m, (_, grad) in zip(main_grads, pairs, strict=True)]
-    expected = [oracle.accumulated(m, g) for m, g in zip(main_grads, grads, strict=True)]
-    norm = accumext.accumulate_(main_grads, grads)
-    assert_equal(main_grads, expected)
-    oracle.assert_norm(norm, expected)
+    shapes = itertools.cycle([(7, 5), (), (0,), (3, 0, 2)])
+    pairs = list(zip(shapes, itertools.product(FLOAT_DTYPES, FLOAT_DTYPES)))
+    main_grads = [oracle.dyadic(shape, main_dtype) for shape, (main_dtype, _) in pairs]
+    grads = [oracle.dyadic(shape, grad_dtype) for shape, (_, grad_dtype) in pairs]
+    assert_accumulates(main_grads, grads)
 
 
 @settings(max_examples=examples(60), deadline=None)
 @given(sizes=st.lists(st.sampled_from(oracle.EDGE_SIZES[:15]), max_size=12))
 def test_any_list_of_sizes(sizes):
     main_grads = [oracle.dyadic([n], torch.float32) for n in sizes]
-    grads = [oracle.dyadic([n], torch.bfloat16) for n in sizes]
-    expected = [oracle.accumulated(m, g) for m, g in zip(main_grads, grads, strict=True)]
-    norm = accumext.accumulate_(main_grads, grads)
-    assert_equal(main_grads, expected)
-    oracle.assert_norm(norm, expected)
+    assert_accumulates(main_grads, [oracle.dyadic([n], torch.bfloat16) for n in sizes])
 
 
 @pytest.mark.parametrize("main_layout", [layout for layout in LAYOUTS if layout != "expanded"])
@@ -68,19 +64,12 @@ def test_any_strides(main_layout):
     shape = (5, 3, 7, 34)
     for read in LAYOUTS.values():
         main_grad = LAYOUTS[main_layout](oracle.dyadic(shape, torch.float32))
-        grad = read(oracle.dyadic(shape, torch.float16))
-        expected = oracle.accumulated(main_grad, grad)
-        norm = accumext.accumulate_([main_grad], [grad])
-        assert torch.equal(main_grad, expected)
-        oracle.assert_norm(norm, [expected])
+        assert_accumulates([main_grad], [read(oracle.dyadic(shape, torch.float16))])
 
 
 def test_a_strided_tensor_of_several_chunks():
     main_grad = oracle.dyadic((400, 401), torch.float32).t()
-    grad = oracle.dyadic((401, 400), torch.float64)
-    expected = oracle.accumulated(main_grad, grad)
-    accumext.accumulate_([main_grad], [grad])
-    assert torch.equal(main_grad, expected)
+    assert_accumulates([main_grad], [oracle.dyadic((401, 400), torch.float64)])
 
 
 def test_slices_leave_their_neighbours_alone(dtype):
@@ -119,27 +108,6 @@ def test_overwrite_reads_nothing_of_the_main_gradients(dtype):
     oracle.assert_norm(norm, [main_grad])
 
 
-@pytest.mark.parametrize(("where", "value"), [(0, math.inf), (35000, -math.inf), (69999, math.nan)])
-def test_found_inf_sees_one_element(where, value, grad_dtype):
-    grad = oracle.dyadic([70000], grad_dtype)
-    found_inf = torch.zeros(())
-    accumext.accumulate_([torch.zeros(70000)], [grad], found_inf=found_inf)
-    assert found_inf.item() == 0.0
-    grad[where] = value
-    accumext.accumulate_(
-        [torch.zeros(3), torch.zeros(70000)], [torch.ones(3), grad], found_inf=found_inf
-    )
-    assert found_inf.item() == 1.0
-
-
-@pytest.mark.parametrize("before", [0.0, 1.0, 0.25])
-def test_found_inf_is_left_as_it_was_by_finite_gradients(before):
-    found_inf = torch.tensor(before)
-    accumext.accumulate_([torch.full([3], math.inf)], [torch.ones(3)], found_inf=found_inf)
-    accumext.accumulate_([], [], found_inf=found_inf)
-    assert found_inf.item() == before
-
-
 def test_nonfinite_gradients_go_into_the_sum():
     main_grad = torch.zeros(3)
     norm = accumext.accumulate_([main_grad], [torch.tensor([math.inf, 1.0, math.nan])])
@@ -147,15 +115,3 @@ def test_nonfinite_gradients_go_into_the_sum():
     assert main_grad[1] == 1.0
     assert main_grad[2].isnan()
     assert norm.isnan()
-
-
-def test_the_bits_do_not_depend_on_the_number_of_threads(two_threads):
-    grads = [oracle.random([n], torch.float32) for n in (300001, 65536, 7)]
-    norms, sums = [], []
-    for threads in two_threads:
-        torch.set_num_threads(threads)
-        main_grads = [torch.ones_like(g) for g in grads]
-        norms.append(accumext.accumulate_(main_grads, grads, inv_scale=0.37))
-        sums.append(main_grads)
-    assert torch.equal(*norms)
-    assert_equal(*sums)

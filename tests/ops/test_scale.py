@@ -11,16 +11,20 @@ import accumext
 from accumext.ops import reference
 
 
+def assert_scales(grads, factor):
+    """Exactly dyadic data."""
+    expected = [(g.double() * factor).to(g.dtype) for g in grads]
+    assert accumext.scale_(grads, factor) is None
+    assert_equal(grads, expected)
+
+
 def test_dyadic_data_is_exact_at_every_edge(dtype):
-    grads = [oracle.dyadic([n], dtype) for n in oracle.EDGE_SIZES]
-    expected = [(g.double() * 0.5).to(dtype) for g in grads]
-    assert accumext.scale_(grads, 0.5) is None
-    for size, got, want in zip(oracle.EDGE_SIZES, grads, expected, strict=True):
-        assert torch.equal(got, want), f"size {size}"
+    assert_scales([oracle.dyadic([n], dtype) for n in oracle.EDGE_SIZES], 0.5)
 
 
 def test_mixed_dtypes_and_strides():
     base = oracle.dyadic([6, 40], torch.float16)
+    untouched = base[:, 1::2].clone()
     grads = [
         oracle.dyadic([30, 20], torch.float32).t(),
         oracle.dyadic([2, 3, 4, 5], torch.bfloat16).contiguous(memory_format=torch.channels_last),
@@ -28,10 +32,7 @@ def test_mixed_dtypes_and_strides():
         oracle.dyadic([], torch.float64),
         oracle.dyadic([0], torch.float64),
     ]
-    untouched = base[:, 1::2].clone()
-    expected = [(g.double() * 0.25).to(g.dtype) for g in grads]
-    accumext.scale_(grads, 0.25)
-    assert_equal(grads, expected)
+    assert_scales(grads, 0.25)
     assert torch.equal(base[:, 1::2], untouched)
 
 

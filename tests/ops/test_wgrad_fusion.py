@@ -2,6 +2,7 @@
 second micro-batch on. In half precision with `accumulate_in_backward`, from the first."""
 
 import copy
+import functools
 import gc
 import pickle
 from typing import Any
@@ -15,7 +16,8 @@ from accumext._peak_memory import peak_memory
 from accumext.decoder import _operators
 from accumext.ops.wgrad_fusion import destination, may_fuse
 
-EXACT = 1e-12  # relative, float64: the same sums in another order
+# float64: the same sums in another order
+assert_close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 VOCABULARY, SIZE, STEPS, BATCH = 23, 6, 9, 3
 
 
@@ -82,7 +84,7 @@ def test_the_window_is_the_same(tied, callable_cell, scaled, equal):
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0) if scaled else None
         setup = Setup(straight, tied=tied, callable_cell=callable_cell, scaler=scaler)
         results.append(setup.train(weights))
-    torch.testing.assert_close(*results, rtol=EXACT, atol=EXACT)
+    assert_close(*results)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -115,17 +117,14 @@ def test_a_hook_behind_accumulation_finds_the_gradient():
         setup.opt.backward(setup.loss(0))
         for weight, gradient in zip(weights, expected, strict=True):
             found = seen.pop(weight)
-            torch.testing.assert_close(found, count * gradient, rtol=EXACT, atol=EXACT)
+            assert_close(found, count * gradient)
 
 
 def test_outside_the_optimizers_backward_pass_gradients_are_autograds():
     setup = Setup(True)
     gradients = torch.autograd.grad(setup.loss(0), setup.parameters)
     other = Setup(False)
-    for mine, theirs in zip(
-        gradients, torch.autograd.grad(other.loss(0), other.parameters), strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=EXACT, atol=EXACT)
+    assert_close(gradients, torch.autograd.grad(other.loss(0), other.parameters))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -141,7 +140,7 @@ def test_a_loss_from_before_the_optimizer(callable_cell, tied):
             opt.backward(loss, weight=1.0 + index)
         opt.flush()
         results.append([p.detach() for p in setup.parameters])
-    torch.testing.assert_close(*results, rtol=EXACT, atol=EXACT)
+    assert_close(*results)
 
 
 def test_a_weight_of_another_optimizer_has_its_gradient_there():
@@ -158,7 +157,7 @@ def test_a_weight_of_another_optimizer_has_its_gradient_there():
     assert setup.head.weight.grad is None
     theirs.accumulate()
     found = theirs.main_grad(setup.head.weight)
-    torch.testing.assert_close(found, expected, rtol=EXACT, atol=EXACT)
+    assert_close(found, expected)
 
 
 def test_a_sparse_gradient_stays_sparse():
@@ -173,7 +172,7 @@ def test_a_sparse_gradient_stays_sparse():
         setup.opt = accumext.AccumulatingOptimizer(optimizer, window=3)
         setup.train()
         results.append(setup.embedding.weight.detach())
-    torch.testing.assert_close(*results, rtol=EXACT, atol=EXACT)
+    assert_close(*results)
 
 
 def test_without_an_optimizer_the_logits_are_formed_once(monkeypatch):
