@@ -7,7 +7,6 @@ a state that a program with one loop never sees, and large tensors then cost pag
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -138,21 +137,14 @@ def _by_hand(
 ) -> Callable[[], Any]:
     def run() -> None:
         for i in range(window):
-            (model.loss(i) / window).backward()
+            _scaled(scaler, model.loss(i) / window).backward()
+        if scaler is not None:
+            scaler.unscale_(optimizer)
         clip_grad_norm_(model.parameters, MAX_NORM)
-        optimizer.step()
+        _step(scaler, optimizer)
         optimizer.zero_grad()
 
-    def run_scaled(scaler: GradScaler) -> None:
-        for i in range(window):
-            scaler.scale(model.loss(i) / window).backward()
-        scaler.unscale_(optimizer)
-        clip_grad_norm_(model.parameters, MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-
-    return run if scaler is None else functools.partial(run_scaled, scaler)
+    return run
 
 
 def _accelerate(
@@ -205,18 +197,23 @@ def _usual_loop(
 
     def run() -> None:
         for i in range(window):
-            model.loss(i).backward()
-            opt.step()
+            _scaled(scaler, model.loss(i)).backward()
+            _step(scaler, opt)
             opt.zero_grad()
 
-    def run_scaled(scaler: GradScaler) -> None:
-        for i in range(window):
-            scaler.scale(model.loss(i)).backward()
-            scaler.step(opt)
-            scaler.update()
-            opt.zero_grad()
+    return run
 
-    return run if scaler is None else functools.partial(run_scaled, scaler)
+
+def _scaled(scaler: GradScaler | None, loss: Tensor) -> Tensor:
+    return loss if scaler is None else scaler.scale(loss)
+
+
+def _step(scaler: GradScaler | None, optimizer: Optimizer) -> None:
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+        scaler.update()
 
 
 # The models

@@ -105,11 +105,11 @@ def _outcomes() -> dict[str, str]:
     if cpu not in tested:  # its kernels run without a test, so they are tested here
         here = {name: _self_test.outcome(name, cpu) for name in _self_test.cases()}
         tested = {cpu: here} | tested
-    found: dict[str, str] = {}
-    for device, outcomes in tested.items():
-        where = _verify.name_of(device)
-        found |= {f"{name} on {where}": outcome for name, outcome in outcomes.items()}
-    return found
+    return {
+        f"{name} on {_verify.name_of(device)}": outcome
+        for device, outcomes in tested.items()
+        for name, outcome in outcomes.items()
+    }
 
 
 # --- text --------------------------------------------------------------------------------------

@@ -69,9 +69,9 @@ class Case(NamedTuple):
 
         call: dict[str, Any] = tree_map(copied, self.arguments)
         for name in ("exps", "gradients"):
-            kept = call.get(name)
-            if device.type == "cpu" and kept is not None and kept.dtype == torch.float16:
-                call[name] = kept.float()  # CPUs multiply float16 slowly
+            workspace = call.get(name)
+            if workspace is not None and (device.type, workspace.dtype) == ("cpu", torch.float16):
+                call[name] = workspace.float()  # CPUs multiply float16 slowly
         return call
 
 
@@ -80,10 +80,10 @@ def cases() -> dict[str, list[Case]]:
     """Return all calls, by operator, with the same numbers every time."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        found: dict[str, list[Case]] = {}
+        by_operator: dict[str, list[Case]] = {}
         for case in chain(_list_cases(), _decoder_cases(), _cases_of_the_cpu()):
-            found.setdefault(case.name, []).append(case)
-    return found
+            by_operator.setdefault(case.name, []).append(case)
+    return by_operator
 
 
 def outcome(name: str, device: torch.device, before: Callable[[], object] = object) -> str:
@@ -129,8 +129,8 @@ def _accept_tokens(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     tokens, active, uniforms = ours["tokens"], ours.get("active"), ours["uniforms"]
     if steps := "states" in ours:
         hidden = ours["states"][-_STATES[ours["kind"]]][1:]
-        if (kept := ours["dropout_masks"][2]) is not None:
-            hidden = hidden * kept * ours["dropout_scales"][2]
+        if (mask := ours["dropout_masks"][2]) is not None:
+            hidden = hidden * mask * ours["dropout_scales"][2]
         weight, bias = ours["head_weight"], ours["head_bias"]
     else:
         hidden, weight, bias = ours["hidden"], ours["weight"], ours["bias"]
@@ -350,13 +350,12 @@ def _cases_of_the_cpu() -> Iterator[Case]:
         head = _head(operand, 9, sampled=True)
         sums = head["hidden"].dtype
         top = {k: v for k, v in head.items() if k in ("hidden", "weight", "bias", "logit_rows")}
-        tokens = torch.zeros(9, 5, dtype=torch.int64)
-        found = {
+        results = {
             "logits": torch.zeros(9, 5, dtype=sums),
-            "tokens": tokens,
+            "tokens": torch.zeros(9, 5, dtype=torch.int64),
             "stats": torch.zeros(2, 9, dtype=sums),
         }
-        yield _product_case("head_top", operand, top | found)
+        yield _product_case("head_top", operand, top | results)
         sample = {k: head[k] for k in ("uniforms", "temperature", "tokens", "stats")}
         yield _product_case("head_sample", operand, top | sample | {"top_k": 7, "top_p": 0.8})
         right = torch.randn(65, 33, dtype=sums)

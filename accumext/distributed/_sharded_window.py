@@ -28,8 +28,8 @@ from accumext.tensors.kinds import Group, is_dtensor, local_tensor, main_dtype
 from accumext.tensors.scalars import Scalar
 from accumext.tensors.torch_private_distributed import (
     drop_unsharded_grads,
-    gathered_parameters,
     is_root,
+    sharded_parameters,
     sharded_state,
     sums_gradients,
 )
@@ -198,8 +198,8 @@ def window_memory(model: nn.Module, synchronize: checks.Synchronize) -> int:
     checks.one_of(op, "synchronize", synchronize, checks.SYNCHRONIZE)
     total = 0
     summed: set[Tensor] = set(model.parameters())  # parameters whose sums the window holds itself
-    for shard, whole, dtype, grad_dtype, elements in gathered_parameters(model):
-        summed -= {shard, whole}
+    for shard, gathered, dtype, grad_dtype, elements in sharded_parameters(model):
+        summed -= {shard, gathered}
         if synchronize == "backward":
             summed.add(shard)
             continue

@@ -206,10 +206,10 @@ class SteppedTensors:
         """Begin to send gradients to the devices of their sums; return a function that waits."""
         if not (to_host := self.goes_to_host()):
             return lambda: grads
-        there, devices = list(grads), set()
+        sent, devices = list(grads), set()
         for i, (grad, far) in enumerate(zip(grads, to_host, strict=True)):
             if far and grad is not None:
-                there[i] = grad.detach().to("cpu", non_blocking=True)  # in pinned memory
+                sent[i] = grad.detach().to("cpu", non_blocking=True)  # in pinned memory
                 devices.add(grad.device)
         streams = [torch.accelerator.current_stream(d) for d in devices if d.type != "cpu"]
         events = [stream.record_event() for stream in streams]
@@ -217,7 +217,7 @@ class SteppedTensors:
         def wait() -> Grads:
             for event in events:
                 event.synchronize()
-            return there
+            return sent
 
         return wait
 

@@ -113,5 +113,5 @@ def _norm_over(group: Group, norm: Tensor, flag: Tensor, norm_type: float) -> tu
         return (both[0] * sign).to(norm.dtype), both[1].to(flag.dtype)
     both = torch.stack([norm.double() ** norm_type, flag.double()])
     dist.all_reduce(both, group=group)
-    found = (both[1] != 0).to(flag.dtype)
-    return (both[0] ** (1.0 / norm_type)).to(norm.dtype), found
+    found_inf = (both[1] != 0).to(flag.dtype)
+    return (both[0] ** (1.0 / norm_type)).to(norm.dtype), found_inf

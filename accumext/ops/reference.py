@@ -148,10 +148,10 @@ def window_factors(
     if max_norm is not None:
         coef = (one * max_norm / (norm + 1e-6)).clamp(max=1.0)
     factor = factor * coef
-    found = broken if found_inf is None else broken | (found_inf != 0)
-    skip = found if finite is None else broken | (finite == 0)
+    nonfinite = broken if found_inf is None else broken | (found_inf != 0)
+    skip = nonfinite if finite is None else broken | (finite == 0)
     numbers.copy_(torch.stack([norm, coef, factor]))
-    flags.copy_(torch.stack([1.0 / factor, skip, found]))
+    flags.copy_(torch.stack([1.0 / factor, skip, nonfinite]))
 
 
 def window_quotient(
@@ -288,9 +288,9 @@ def _vector_norm(
     if chunks == 0:
         norm: Tensor = torch.linalg.vector_norm(elements, norm_type)
         return norm
-    whole, rest = elements.tensor_split([chunks * _CHUNK_SIZE])
-    norms = torch.linalg.vector_norm(whole.view(chunks, _CHUNK_SIZE), norm_type, dim=1)
-    return _vector_norm(torch.cat([norms, rest]), norm_type)
+    full, tail = elements.tensor_split([chunks * _CHUNK_SIZE])
+    norms = torch.linalg.vector_norm(full.view(chunks, _CHUNK_SIZE), norm_type, dim=1)
+    return _vector_norm(torch.cat([norms, tail]), norm_type)
 
 
 def _all_finite(tensors: Sequence[Tensor]) -> Tensor:  # [] bool

@@ -186,9 +186,9 @@ def check_vector(
     same_device(op, name, [value], device)
 
 
-def same_device(op: str, name: str, given: Sequence[Tensor], device: torch.device) -> None:
+def same_device(op: str, name: str, tensors: Sequence[Tensor], device: torch.device) -> None:
     """Raise if one of the tensors is not on the head's device."""
-    for tensor in given:
+    for tensor in tensors:
         if tensor.device != device:
             fail_value(op, name, f"be on the head's device, {device}", tensor.device)
 

@@ -91,8 +91,8 @@ def coalesced(grad: Any) -> Any:
     if is_dtensor(grad):
         from torch.distributed.tensor import Replicate  # here, as its import takes long
 
-        whole = [Replicate() if p.is_partial() else p for p in grad.placements]
-        return grad if list(grad.placements) == whole else grad.redistribute(placements=whole)
+        added = [Replicate() if p.is_partial() else p for p in grad.placements]
+        return grad if list(grad.placements) == added else grad.redistribute(placements=added)
     return grad.coalesce() if grad.is_sparse else grad
 
 

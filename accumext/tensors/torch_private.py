@@ -94,15 +94,15 @@ gradient_hooks: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 @contextmanager
 def unhooked(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Remove the hooks that see gradients of these tensors, until the context ends."""
-    found = [hooks for hooks, _ in map(gradient_hooks, tensors) if hooks]
-    before = [hooks.copy() for hooks in found]
+    all_hooks = [hooks for hooks, _ in map(gradient_hooks, tensors) if hooks]
+    copies = [hooks.copy() for hooks in all_hooks]
     try:
-        for hooks in found:
+        for hooks in all_hooks:
             hooks.clear()
         yield
     finally:
-        for hooks, several in zip(found, before):
-            hooks.update(several)
+        for hooks, copy in zip(all_hooks, copies):
+            hooks.update(copy)
 
 
 def storage_users(storages: Iterable[torch.UntypedStorage]) -> list[int]:
@@ -260,7 +260,7 @@ _WATCHING = ("torch.distributed.fsdp.", "accumext.", "torch.utils.module_tracker
 
 def only_watching(hooks: Iterable[dict[int, Any]]) -> bool:
     """Tell whether a call computes the same without these hooks."""
-    modules = [str(getattr(hook, "__module__", "")) for found in hooks for hook in found.values()]
+    modules = [str(getattr(hook, "__module__", "")) for some in hooks for hook in some.values()]
     return all(name.startswith(_WATCHING) for name in modules)
 
 
@@ -273,8 +273,8 @@ number_of_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 def function_modes() -> list[Any]:
     """Return the active TorchFunctionModes, the outermost first, without those of accumext. The
     default device is such a mode."""
-    found = _get_current_function_mode_stack()
-    return [mode for mode in found if not type(mode).__module__.startswith("accumext.")]
+    stack = _get_current_function_mode_stack()
+    return [mode for mode in stack if not type(mode).__module__.startswith("accumext.")]
 
 
 def changes_functions() -> bool:

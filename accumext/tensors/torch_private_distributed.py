@@ -30,7 +30,7 @@ def synchronises_first_pass(replica: nn.Module) -> bool:
 # --- fully_shard ----------------------------------------------------------------------------------
 
 
-def _sharded_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
+def _fsdp_parameters(model: nn.Module) -> Iterator[tuple[Any, Any]]:
     """Yield `fully_shard`'s record of every parameter, and its mixed-precision policy."""
     for module in model.modules():
         state = sharded_state(module)
@@ -47,28 +47,28 @@ def _sharded_groups(state: Any) -> list[Any]:
     return list(groups)
 
 
-class Gathered(NamedTuple):
+class ShardedParameter(NamedTuple):
     """A parameter that `fully_shard` splits."""
 
     shard: Tensor
-    whole: Tensor | None  # the gathered parameter, which the module holds while it is gathered
+    gathered: Tensor | None  # the parameter that the module holds while it is gathered
     dtype: torch.dtype  # of the gathered parameter
     grad_dtype: torch.dtype  # of its unreduced gradient
     elements: int  # of the gathered parameter, with the padding that makes shards equally large
 
 
-def gathered_parameters(model: nn.Module) -> Iterator[Gathered]:
+def sharded_parameters(model: nn.Module) -> Iterator[ShardedParameter]:
     """Yield the sharded parameters of a model. Without a `reduce_dtype`, torch 2.15 keeps unreduced
     gradients in the dtype of the shard, earlier releases in that of the gathered parameter."""
-    for parameter, policy in _sharded_parameters(model):
+    for parameter, policy in _fsdp_parameters(model):
         own = parameter.sharded_param.dtype
         dtype = policy.param_dtype or own
         unreduced = own if hasattr(parameter, "unsharded_grad_dtype") else dtype
-        whole = getattr(parameter, "_unsharded_param", None)  # exists once it was gathered
+        gathered = getattr(parameter, "_unsharded_param", None)  # exists once it was gathered
         shards = getattr(parameter.mesh_info, "shard_mesh_size", 1)  # 1 if it is replicated
         elements = parameter.padded_sharded_param_size.numel() * shards
         grad_dtype = policy.reduce_dtype or unreduced
-        yield Gathered(parameter.sharded_param, whole, dtype, grad_dtype, elements)
+        yield ShardedParameter(parameter.sharded_param, gathered, dtype, grad_dtype, elements)
 
 
 def drop_unsharded_grads(root: Any) -> None:
@@ -77,12 +77,12 @@ def drop_unsharded_grads(root: Any) -> None:
         root.reset_iter_state()
     if hasattr(root, "finalize_backward"):  # from torch 2.15 on `reset_iter_state` drops all
         return
-    for parameter, _ in _sharded_parameters(root):
+    for parameter, _ in _fsdp_parameters(root):
         if "unsharded_accumulated_grad" in vars(parameter):  # a property from torch 2.15 on
             parameter.unsharded_accumulated_grad = None
-    for gathered in gathered_parameters(root):
-        if gathered.whole is not None:
-            gathered.whole.grad = None
+    for parameter in sharded_parameters(root):
+        if parameter.gathered is not None:
+            parameter.gathered.grad = None
     for module in root.modules():
         reshard: Any = getattr(module, "reshard", None)
         if reshard is not None:
@@ -92,8 +92,8 @@ def drop_unsharded_grads(root: Any) -> None:
 def sharded_modules() -> list[Any]:
     """Return all modules of this process that `fully_shard` was called with."""
     states = sys.modules.get("torch.distributed._composable_state")
-    found = [] if states is None else [ref() for ref in states._module_state_mapping.keyrefs()]
-    return [module for module in found if sharded_state(module) is not None]
+    modules = [] if states is None else [ref() for ref in states._module_state_mapping.keyrefs()]
+    return [module for module in modules if sharded_state(module) is not None]
 
 
 def sharded_state(module: Any) -> Any:

@@ -169,12 +169,12 @@ def test_the_parameters_of_a_sharded_module(sharded):
     sharded.set_reshard_after_backward(False)
     shards = list(sharded.parameters())
     sharded(torch.ones(1, 3)).sum().backward()
-    gathered = list(distributed.gathered_parameters(sharded))
-    assert [g.shard for g in gathered] == shards
-    assert [g.whole for g in gathered] == list(sharded.parameters())
-    assert {g.dtype for g in gathered} == {torch.bfloat16}
-    assert [g.grad_dtype for g in gathered] == [g.whole.grad.dtype for g in gathered]
-    assert [g.elements for g in gathered] == [6, 2]
+    found = list(distributed.sharded_parameters(sharded))
+    assert [p.shard for p in found] == shards
+    assert [p.gathered for p in found] == list(sharded.parameters())
+    assert {p.dtype for p in found} == {torch.bfloat16}
+    assert [p.grad_dtype for p in found] == [p.gathered.grad.dtype for p in found]
+    assert [p.elements for p in found] == [6, 2]
 
 
 def test_sharding(sharded):
@@ -239,7 +239,7 @@ def test_what_parametrize_caches():
 
 
 def test_every_name_has_a_reader():
-    names, read = set(), {"Gathered"}  # which is returned
+    names, read = set(), {"ShardedParameter"}  # which is returned
     for module in (private, distributed):
         for node in ast.parse(Path(module.__file__).read_text()).body:
             names |= {getattr(node, "name", "_")}
