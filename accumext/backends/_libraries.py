@@ -14,17 +14,16 @@ import functools
 import logging
 import os
 import struct
-import sys
 import threading
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accumext.backends import _build
+from accumext.backends._progress import announce, announced, error_line
 from accumext.tensors.torch_private import (
     call_default_kernel,
     compiled_kernel,
@@ -152,7 +151,7 @@ class _Library:
         if self.tested:
             from accumext.backends import _verify
 
-            self.outcomes = _verify.verdicts(path, self.name, _announce, anew=self.test_anew)
+            self.outcomes = _verify.verdicts(path, self.name, announce, anew=self.test_anew)
             self._failed = _verify.failures(self.outcomes)
         torch.ops.load_library(path)
         for name in names:
@@ -228,7 +227,7 @@ class _Library:
 
     def _give_up(self, error: Exception) -> None:
         _log.debug("the whole error: %s", error)
-        reason = f"compiling on first use failed: {_error_line(error)}"
+        reason = f"compiling on first use failed: {error_line(error)}"
         if os.strerror(errno.ENOSPC) in str(error):
             reason += f"; {_MORE_ROOM}"
         if (absence := self._absence()) is not None:
@@ -244,7 +243,7 @@ class _Library:
         from accumext.backends import _cache
 
         key = _build.cache_key(self.name, torch)
-        waiting = _announced(f"waiting for a process that compiles the {self.label} kernels")
+        waiting = announced(f"waiting for a process that compiles the {self.label} kernels")
         load = functools.partial(self._load_cached, key)
         (folder, not_kept), temporary = _cache.find_or_make(key, load, self._compile_into, waiting)
         reason = f"compiled on this machine, in {folder}"
@@ -277,7 +276,7 @@ class _Library:
 
         with _cache.build_folder(folder) as build_folder:
             words = f"compiling the {self.label} kernels on first use"
-            with _announced(words, f", which takes {_build.TAKES[self.name]}"):
+            with announced(words, f", which takes {_build.TAKES[self.name]}"):
                 self._run_compiler(build_folder)
             library = build_folder / f"_C_{self.name}.so"
             self._open(library)
@@ -321,52 +320,6 @@ def _check_length(path: Path) -> None:
     size = path.stat().st_size
     if size < max(ends):
         raise OSError(f"{path} is cut short: {size} bytes of {max(ends)}")
-
-
-def _announce(words: str) -> None:
-    """Tell a terminal, a notebook or a log why the first call takes so long."""
-    if sys.stderr is not None:
-        with contextlib.suppress(OSError, ValueError):  # stderr is closed
-            print(f"accumext: {words}", file=sys.stderr, flush=True)
-
-
-_REMINDER_S = 10.0
-
-
-@contextlib.contextmanager
-def _announced(words: str, more: str = "") -> Iterator[None]:
-    """Tell what is being done, again every ten seconds until it is done, and if it fails."""
-    begin, over = time.monotonic(), threading.Event()
-
-    def remind() -> None:
-        while not over.wait(_REMINDER_S):
-            _announce(f"still {words}, after {time.monotonic() - begin:.0f} s")
-
-    _announce(words + more)
-    reminder = threading.Thread(target=remind, daemon=True)
-    reminder.start()
-    try:
-        yield
-    except Exception as error:
-        _announce(f"{words} failed: {_error_line(error)}")
-        raise
-    finally:
-        over.set()
-        reminder.join()
-
-
-def _error_line(error: Exception) -> str:
-    """Return the line of a compiler's output that has the error, or else the command."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    for line in lines:
-        if " error: " in line:
-            return line.strip()
-    failed = [number for number, line in enumerate(lines) if line.startswith("FAILED: ")]
-    if not failed:
-        return lines[0].strip()
-    command, *said = lines[failed[0] + 1 :]  # ninja prints the command first
-    said = [line for line in said if line.strip() and not line.startswith(("[", "ninja: "))]
-    return said[0].strip() if said else f"a command failed and said nothing: {command}"
 
 
 def _major(version: str) -> str:

@@ -12,7 +12,7 @@ from support import ROOT
 from support.programs import compiler, executable
 from support.source_tree import CALL, NATIVE, PROBE, REFERENCE, SHOW, Tree
 
-from accumext.backends import _build, _doctor, _libraries
+from accumext.backends import _build, _doctor, _progress
 
 HONOURED = {
     "arguments": "{cxx} -pipe",
@@ -108,7 +108,7 @@ def test_a_compiler_that_is_not_there(value, monkeypatch):
 
 # --- while it compiles
 
-IMPATIENT = "from accumext.backends import _libraries; _libraries._REMINDER_S = 0.3\n"
+IMPATIENT = "from accumext.backends import _progress; _progress._REMINDER_S = 0.3\n"
 
 
 @pytest.mark.build
@@ -140,7 +140,7 @@ def test_where_nobody_can_be_told_nothing_fails(stderr, monkeypatch, tmp_path):
     file = (tmp_path / "log").open("w")
     file.close()
     monkeypatch.setattr("sys.stderr", file if stderr else None)
-    with _libraries._announced("compiling"):
+    with _progress.announced("compiling"):
         pass
 
 
