@@ -1,4 +1,4 @@
-"""Compiles the kernels against the torch of the environment; pyproject.toml says all else."""
+"""Compile the kernels against the torch of the environment; pyproject.toml says all else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMPILING_COMMANDS = {"bdist_wheel", "build", "build_ext", "editable_wheel", "de
 
 
 def load(name: str) -> Any:
-    """A module of accumext/backends, by path: importing the package would import torch."""
+    """Load a module of accumext/backends by path: importing the package would import torch."""
     spec = importlib.util.spec_from_file_location(
         name, ROOT / "accumext" / "backends" / f"{name}.py"
     )
@@ -49,7 +49,7 @@ record: dict[str, Any] = {
 
 
 def say(words: str) -> None:
-    """One line of the build's output, which `pip install -v` shows."""
+    """Print a line into the build's output, which `pip install -v` shows."""
     print(f"accumext: {words}", file=sys.stderr, flush=True)
 
 
@@ -66,7 +66,7 @@ def missing(library: str, reason: str, fix: str) -> None:
 
 
 def package_folder(command: Any, inplace: bool) -> Path:
-    """Where a command puts the package."""
+    """Return the folder into which a command puts the package."""
     return (ROOT if inplace else Path(command.build_lib)) / "accumext"
 
 
@@ -103,7 +103,7 @@ def cache_copy(library: str, key: str, path: Path) -> None:
 
 
 class BuildModules(build_py):
-    """Copies the package, and records why nothing is compiled where nothing is."""
+    """Copy the package, and record why nothing is compiled if nothing is."""
 
     def run(self) -> None:
         if self.editable_mode:
@@ -115,7 +115,7 @@ class BuildModules(build_py):
 
 
 class Wheel(bdist_wheel):
-    """A wheel for one platform and any Python 3: the libraries do not use Python's interface."""
+    """Make a wheel for one platform and any Python 3, whose interface the libraries do not use."""
 
     def get_tag(self) -> tuple[str, str, str]:
         *_, platform = super().get_tag()
@@ -123,7 +123,7 @@ class Wheel(bdist_wheel):
 
 
 def build_kernels(keys: dict[str, str], cpp_extension: Any) -> type:
-    """The build_ext command of this torch: each library is compiled, or fails, alone."""
+    """Return the build_ext command of this torch: each library is compiled, or fails, alone."""
 
     class BuildKernels(cpp_extension.BuildExtension):
         extensions: list[Extension]
@@ -145,11 +145,11 @@ def build_kernels(keys: dict[str, str], cpp_extension: Any) -> type:
             key = keys[library]
             if not copy_cached(library, key, path):
                 begin = time.monotonic()
-                say(f"compiling the {library} library, which takes {build.TAKES[library]}")
+                say(f"compiling the {library} library, which takes {build.COMPILE_TIMES[library]}")
                 self.extensions = [extension]
                 # The flags of the environment, but not those that Python was built with.
-                given = (os.environ.get(name, "") for name in ("CFLAGS", "CPPFLAGS"))
-                self.compiler.compiler_so[1:] = ["-fPIC", *shlex.split(" ".join(given))]
+                flags = (os.environ.get(name, "") for name in ("CFLAGS", "CPPFLAGS"))
+                self.compiler.compiler_so[1:] = ["-fPIC", *shlex.split(" ".join(flags))]
                 try:
                     with tempfile.TemporaryDirectory() as stubs:
                         if library == "cuda":
@@ -169,7 +169,7 @@ def build_kernels(keys: dict[str, str], cpp_extension: Any) -> type:
 
 
 def extensions(torch: Any, cpp_extension: Any) -> list[Extension]:
-    """The libraries that this machine is to compile."""
+    """Return the libraries that this machine is to compile."""
 
     def library(name: str, **extra_flags: list[str]) -> Any:
         return cpp_extension.CppExtension(
@@ -180,19 +180,19 @@ def extensions(torch: Any, cpp_extension: Any) -> list[Extension]:
             py_limited_api=True,
         )
 
-    found = [library("cpu")]
+    chosen = [library("cpu")]
     cuda = build.cuda(torch)
     if cuda.home is None:
         missing("cuda", cuda.reason, cuda.fix)
     else:
         cpp_extension.CUDA_HOME = cuda.home
         record.update(nvcc=cuda.version, archs=build.archs(torch))
-        found.append(library("cuda", nvcc=build.nvcc_flags() + build.arch_flags(torch)))
-    return found
+        chosen.append(library("cuda", nvcc=build.nvcc_flags() + build.arch_flags(torch)))
+    return chosen
 
 
 def usable_torch() -> Any | None:
-    """The torch to compile against; None, with the reason noted, where nothing can be compiled."""
+    """Return the torch to compile against; None, with the reason noted, if nothing can be."""
     if mode == "off":
         missing("cpu", "ACCUMEXT_BUILD=off", build.ON_FIRST_USE)
         return None

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 TORCH_MINIMUM = (2, 10)
 LIBRARIES = ("cpu", "cuda")
-TAKES = {"cpu": "about a minute", "cuda": "several minutes"}  # time to compile, on two cores
+COMPILE_TIMES = {"cpu": "about a minute", "cuda": "several minutes"}  # on two cores
 
 CHOICES = {
     "ACCUMEXT_BACKEND": ("auto", "native", "jit", "reference"),
@@ -386,7 +386,8 @@ def environment(folder: Path) -> Iterator[None]:
 
 
 def _compiler_variable(folder: Path, variable: str, name: str) -> dict[str, str]:
-    """Return the compiler as one word, since torch takes no more; with arguments, as a script."""
+    """Return the variable with the compiler as one word, since torch takes no more: with arguments,
+    or if its path needs quotes, as a script."""
     command = _command(variable, name)
     plain = len(command) == 1 and shlex.quote(command[0]) == os.environ.get(variable)
     if variable not in os.environ or plain:

@@ -276,7 +276,7 @@ class _Library:
 
         with _cache.build_folder(folder) as build_folder:
             words = f"compiling the {self.label} kernels on first use"
-            with announced(words, f", which takes {_build.TAKES[self.name]}"):
+            with announced(words, f", which takes {_build.COMPILE_TIMES[self.name]}"):
                 self._run_compiler(build_folder)
             library = build_folder / f"_C_{self.name}.so"
             self._open(library)
