@@ -119,7 +119,7 @@ def per_token(decoder: Decoder) -> Outcome:
         loss.backward()
         losses.append(loss.detach())
         token = logits.detach().argmax(-1)
-        state = tuple(s.detach() for s in state) if isinstance(state, tuple) else state.detach()
+        state = detached(state)
     return Outcome(torch.stack(losses).sum(), torch.stack(inputs))
 
 
@@ -231,16 +231,27 @@ class Exact(NamedTuple):
 
     loss: Tensor
     gradients: list[Tensor]
-    greedy: Tensor  # int64 [T-1, B], the argmax of every step but the last
+    greedy: Tensor  # int64 [T, B], the argmax of every step; perhaps without that of the last
 
 
-def exact(decoder: Decoder, inputs: Tensor) -> Exact:
-    state, losses, tokens = None, [], []
-    for token, target in zip(inputs, decoder.targets):
-        output, state = decoder.step(token, state)
-        logits = decoder.head(output)
-        losses.append(F.cross_entropy(logits, target))
-        tokens.append(logits.detach().argmax(-1))
-    loss = torch.stack(losses).mean()
-    gradients = torch.autograd.grad(loss, decoder.parameters())
-    return Exact(loss.detach(), list(gradients), torch.stack(tokens)[:-1])
+def exact(decoder: Decoder, inputs: Tensor, state: Any = None, window: int | None = None) -> Exact:
+    """Run plain autograd, backward at the end or after every window, which detaches the state."""
+    window = window or len(inputs)
+    total, greedy = torch.zeros((), dtype=decoder.head.weight.dtype, device=inputs.device), []
+    gradients = [torch.zeros_like(parameter) for parameter in decoder.parameters()]
+    for tokens, targets in zip(inputs.split(window), decoder.targets.split(window)):
+        losses = []
+        for token, target in zip(tokens, targets):
+            output, state = decoder.step(token, state)
+            logits = decoder.head(output)
+            losses.append(F.cross_entropy(logits, target))
+            greedy.append(logits.detach().argmax(-1))
+        loss = torch.stack(losses).sum() / len(inputs)
+        torch._foreach_add_(gradients, torch.autograd.grad(loss, decoder.parameters()))
+        total += loss.detach()
+        state = detached(state)
+    return Exact(total, gradients, torch.stack(greedy))
+
+
+def detached(state: Any) -> Any:
+    return tuple(s.detach() for s in state) if isinstance(state, tuple) else state.detach()

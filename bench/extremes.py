@@ -24,6 +24,7 @@ from typing import Any
 import _results
 import torch
 import torch.nn.functional as F
+from _decoders import Decoder, Shape, exact
 from _decoding import distance
 from _facts import free_bytes, machine
 from _long_run import WINDOW, living_tensors, train
@@ -187,98 +188,71 @@ def tensors(quick: bool) -> Checks:
 # --- decoders -------------------------------------------------------------------------------------
 
 
-class Decoder:
-    """A GRU in float64, and targets."""
+def decoder_of(*shape: int) -> tuple[Decoder, Tensor]:
+    """A GRU in float64 with targets, and its first state."""
+    torch.manual_seed(0)
+    decoder = Decoder(Shape(*shape), "gru", CPU).cast(torch.float64)
+    return decoder, torch.randn(shape[1], shape[3], dtype=torch.float64)
 
-    def __init__(self, steps: int, batch: int, vocabulary: int, size: int) -> None:
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(vocabulary, size).double()
-        self.cell = nn.GRUCell(size, size).double()
-        self.head = nn.Linear(size, vocabulary).double()
-        self.targets = torch.randint(vocabulary, (steps, batch))
-        self.state = torch.randn(batch, size, dtype=torch.float64)
 
-    def parameters(self) -> list[Tensor]:
-        modules = self.embedding, self.cell, self.head
-        return [parameter for module in modules for parameter in module.parameters()]
+def loss_of(decoder: Decoder, state: Tensor, **options: Any) -> accumext.DecodeOutput:
+    modules = decoder.embedding, decoder.cell, decoder.head
+    return accumext.decode_loss(*modules, decoder.targets, state, **options)
 
-    def loss(self, **options: Any) -> accumext.DecodeOutput:
-        modules = self.embedding, self.cell, self.head
-        return accumext.decode_loss(*modules, self.targets, self.state, **options)
 
-    def by_hand(self, inputs: Tensor, window: int) -> tuple[float, list[Tensor], Tensor]:
-        """Plain autograd on given tokens, with a backward pass and a detached state after every
-        `window` steps: loss, gradients, and the argmax of every step."""
-        state, total, greedy = self.state, 0.0, []
-        gradients = [torch.zeros_like(parameter) for parameter in self.parameters()]
-        for tokens, targets in zip(inputs.split(window), self.targets.split(window)):
-            losses = []
-            for token, target in zip(tokens, targets):
-                state = self.cell(self.embedding(token), state)
-                logits = self.head(state)
-                losses.append(F.cross_entropy(logits, target, reduction="sum"))
-                greedy.append(logits.detach().argmax(-1))
-            loss = torch.stack(losses).sum() / self.targets.numel()
-            for sum_, gradient in zip(gradients, torch.autograd.grad(loss, self.parameters())):
-                sum_ += gradient
-            total += loss.item()
-            state = state.detach()
-        return total, gradients, torch.stack(greedy)
-
-    def check(self, out: accumext.DecodeOutput, window: int) -> str:
-        """The sentence on how near loss and gradients are to those by hand."""
-        found = torch.autograd.grad(out.loss, self.parameters())
-        loss, gradients, greedy = self.by_hand(out.inputs, window)
-        assert torch.equal(out.tokens, greedy), "a token is not the argmax"
-        off = abs(out.loss.item() - loss) / loss
-        far = distance(found, gradients)
-        assert off <= EXACT, f"the loss is off by {off:.1e}"
-        assert far <= EXACT, f"the gradient is off by {far:.1e}"
-        return f"loss off by {off:.1e}, gradient by {far:.1e}, every token the argmax"
-
-    def peak(self, **options: Any) -> int:
-        """Bytes at the highest point of forward and backward."""
-        return peak_memory(lambda: self.loss(**options).loss.backward())
+def compare(out: accumext.DecodeOutput, decoder: Decoder, state: Tensor, window: int) -> str:
+    """The sentence on how near loss and gradients are to those by hand."""
+    gradients = torch.autograd.grad(out.loss, decoder.parameters())
+    truth = exact(decoder, out.inputs, state, window)
+    assert torch.equal(out.tokens, truth.greedy), "a token is not the argmax"
+    off = abs(out.loss.item() / truth.loss.item() - 1)
+    far = distance(gradients, truth.gradients)
+    assert off <= EXACT, f"the loss is off by {off:.1e}"
+    assert far <= EXACT, f"the gradient is off by {far:.1e}"
+    return f"loss off by {off:.1e}, gradient by {far:.1e}, every token the argmax"
 
 
 def vocabulary(quick: bool) -> Checks:
     size = 5_000 if quick else 1_000_000
-    decoder = Decoder(8, 2, size, 8)
+    decoder, state = decoder_of(8, 2, size, 8)
     for feedback in ("teacher", "greedy"):
-        out = decoder.loss(feedback=feedback, start=size - 1)
-        yield f"V={size:,}, {feedback}: {decoder.check(out, window=8)}"
-    out = decoder.loss(feedback="greedy", k1=2, k2=2)
-    yield f"V={size:,}, k1=k2=2: {decoder.check(out, window=2)}"
+        out = loss_of(decoder, state, feedback=feedback, start=size - 1)
+        yield f"V={size:,}, {feedback}: {compare(out, decoder, state, window=8)}"
+    out = loss_of(decoder, state, feedback="greedy", k1=2, k2=2)
+    yield f"V={size:,}, k1=k2=2: {compare(out, decoder, state, window=2)}"
 
 
 def steps(quick: bool) -> Checks:
     count, batch, words, size = (400, 2, 300, 16) if quick else (10_000, 2, 2_000, 16)
-    decoder, shorter = Decoder(count, batch, words, size), Decoder(count // 10, batch, words, size)
+    decoder, state = decoder_of(count, batch, words, size)
     for window in (None, 25):
-        options = {"feedback": "greedy", "k1": window, "k2": window}
-        out = decoder.loss(**options)
-        yield f"T={count:,}, k1=k2={window}: {decoder.check(out, window or count)}"
+        out = loss_of(decoder, state, feedback="greedy", k1=window, k2=window)
+        yield f"T={count:,}, k1=k2={window}: {compare(out, decoder, state, window or count)}"
     result = accumext.tbptt(
         lambda token, state: (decoder.head(s := decoder.cell(decoder.embedding(token), state)), s),
         decoder.targets,
-        decoder.state,
+        state,
         criterion=F.cross_entropy,
         k1=25,
     )
-    gradients = [parameter.grad for parameter in decoder.parameters()]
-    _, expected, _ = decoder.by_hand(out.inputs, 25)
     assert torch.equal(result.tokens, out.tokens), "tbptt feeds other tokens"
-    far = distance([g for g in gradients if g is not None], expected)
+    far = distance(decoder.gradients(), exact(decoder, out.inputs, state, 25).gradients)
     assert far <= EXACT, f"the gradient of tbptt is off by {far:.1e}"
     yield f"T={count:,}: the gradient of tbptt is off by {far:.1e}"
 
     # Of one step: states, gradients of outputs and gates, tokens, losses; logits are not kept.
     step = batch * (8 * size * 16 + 64)
     logits = 8 * batch * words
-    for window in (None, 25):
+    shorter = count // 10
+
+    def peak(length: int, window: int | None) -> int:
+        decoder, state = decoder_of(length, batch, words, size)
         options = {"feedback": "greedy", "k1": window, "k2": window}
-        long, short = decoder.peak(**options), shorter.peak(**options)
-        grown = (long - short) / (count - len(shorter.targets))
+        return peak_memory(lambda: loss_of(decoder, state, **options).loss.backward())
+
+    for window in (None, 25):
+        long, short = peak(count, window), peak(shorter, window)
+        grown = (long - short) / (count - shorter)
         assert grown <= step < logits, f"every step takes {grown:,.0f} bytes"
         yield (
             f"T={count:,}, k1=k2={window}: {long:,} bytes at the peak, {grown:,.0f} for a step"

