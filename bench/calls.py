@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import accumext
@@ -63,27 +62,6 @@ def traced(function: Callable[[], Any]) -> Trace:
     finally:
         sys.setprofile(None)
     return Trace(calls, native)
-
-
-def window_step() -> Trace:
-    """`opt.backward` and `opt.step` of the second micro-batch of two, with a scaler and a clip."""
-    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5))
-    scaler = torch.amp.GradScaler("cpu")
-    adam = torch.optim.AdamW(model.parameters())
-    opt = accumext.AccumulatingOptimizer(adam, window=2, max_norm=1.0, scaler=scaler)
-
-    def loss() -> Tensor:
-        return F.mse_loss(model(torch.randn(4, 10)), torch.zeros(4, 5))
-
-    def micro_batch() -> None:
-        opt.backward(last)
-        opt.step()
-
-    for _ in range(7):  # the state of the optimizer, the scale and the caches are there after it
-        last = loss()
-        micro_batch()
-    last = loss()
-    return traced(micro_batch)
 
 
 def through_backward(opt: accumext.AccumulatingOptimizer, loss: Tensor) -> None:
@@ -141,8 +119,9 @@ def main() -> None:
     parser.add_argument("--trace", action="store_true", help="print every call, too")
     args = parser.parse_args()
     forward, backward = decoder_passes()
+    settings = {"window": 2, "max_norm": 1.0, "scaler": torch.amp.GradScaler("cpu")}
     traces = {
-        "opt.backward and opt.step": window_step(),
+        "opt.backward and opt.step": window_of(4, through_backward, **settings)[-1],
         "decode_loss": forward,
         "its backward": backward,
     }
