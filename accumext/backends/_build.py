@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TORCH_MINIMUM = (2, 10)
-LIBRARIES = ("cpu", "cuda")
 COMPILE_TIMES = {"cpu": "about a minute", "cuda": "several minutes"}  # on two cores
 
 CHOICES = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -13,13 +13,7 @@ from torch import Tensor
 
 from accumext import ops
 from accumext.ops import reference
-from accumext.tensors.kinds import (
-    Group,
-    coalesced,
-    dense_storage,
-    fit_one_call,
-    is_dtensor,
-)
+from accumext.tensors.kinds import Group, coalesced, dense_storage, fit_one_call, is_dtensor
 from accumext.tensors.scalars import Scalar, sent, to_device
 
 
@@ -60,11 +54,8 @@ def global_norm(
     if grads and found_inf.device == grads[0].device and fit_one_call(grads):
         factor = to_device(found_inf.device, inv_scale)
         return ops.total_norm(grads, norm_type=norm_type, inv_scale=factor, found_inf=found_inf)
-    parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
-    for grad in grads:
-        parts.setdefault((grad.device, _shard_groups(grad)), []).append(dense_storage(grad))
     norms = []
-    for (device, groups), tensors in parts.items():
+    for (device, groups), tensors in _by_device_and_groups(grads).items():
         flag = torch.zeros_like(found_inf, device=device)
         factor = to_device(device, inv_scale)
         norm = ops.total_norm(tensors, norm_type=norm_type, inv_scale=factor, found_inf=flag)
@@ -79,18 +70,24 @@ def global_norm(
 
 def count_nonzero(grads: Sequence[Tensor]) -> Tensor:  # []
     """Return the number of gradients that are not all zero: the 0-norm of their 0-norms."""
-    parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
-    for grad in map(coalesced, grads):
-        part = parts.setdefault((grad.device, _shard_groups(grad)), [])
-        part.append((dense_storage(grad) != 0).any())
     dtype = reference.accumulation_dtype(*grads)
     count = torch.zeros((), dtype=dtype, device=grads[0].device if grads else "cpu")
-    for (_, groups), flags in parts.items():
-        nonzero = torch.stack(flags).to(dtype)
+    for (_, groups), tensors in _by_device_and_groups(map(coalesced, grads)).items():
+        nonzero = torch.stack([(tensor != 0).any() for tensor in tensors]).to(dtype)
         for group in groups:
             dist.all_reduce(nonzero, op=dist.ReduceOp.MAX, group=group)
         count += nonzero.sum().to(count.device)
     return count
+
+
+def _by_device_and_groups(
+    grads: Iterable[Tensor],
+) -> dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]]:
+    """Return dense real tensors by their device and the groups over which they are split."""
+    parts: dict[tuple[torch.device, tuple[Group, ...]], list[Tensor]] = {}
+    for grad in grads:
+        parts.setdefault((grad.device, _shard_groups(grad)), []).append(dense_storage(grad))
+    return parts
 
 
 def _shard_groups(tensor: Any) -> tuple[Group, ...]:

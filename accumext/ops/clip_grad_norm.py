@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accumext.ops import _contracts, reference, scale_, total_norm
 from accumext.ops.any_tensors import count_nonzero, global_norm, group_by_device
-from accumext.ops.wgrad_fusion import say_nothing_to_clip
+from accumext.ops.wgrad_fusion import warn_nothing_to_clip
 from accumext.tensors import scalars
 from accumext.tensors.checks import bools, fail_type, fail_value, message, number, type_name
 from accumext.tensors.kinds import coalesced, is_dtensor, local_tensor, zero_flag
@@ -87,7 +87,7 @@ def clip_grad_norm_(
         _check_parameters(parameters)
         norm, usual = _norm_anywhere(grads, p), False
     if not grads:
-        say_nothing_to_clip(parameters)
+        warn_nothing_to_clip(parameters)
     if error_if_nonfinite and not norm.isfinite():
         advice = "To scale by a non-finite norm anyway, set error_if_nonfinite=False"
         raise RuntimeError(message(_OP, "total_norm", "be finite", norm.item(), advice))

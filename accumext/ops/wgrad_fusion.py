@@ -46,7 +46,7 @@ class MainGrads:
     """The sums that an optimizer offers to operators that use its parameters."""
 
     def __init__(self, holder: Holder, parameters: Iterable[Tensor]) -> None:
-        self._holder = ref(holder)
+        self.holder = ref(holder)
         self._owner = _Owner(self)
         self._parameters: list[ReferenceType[Tensor]] = []
         # Set while a backward pass of the optimizer runs: returns the sum of a parameter, to which
@@ -62,24 +62,6 @@ class MainGrads:
                 vars(parameter)[_OWNER] = self._owner
                 self._parameters.append(ref(parameter))
 
-    def expected(self, parameter: Tensor) -> bool:
-        """See `may_fuse`."""
-        holder = self._holder()
-        return holder is not None and holder.expects_sum(parameter)
-
-    def nothing_to_clip(self) -> None:
-        """See `say_nothing_to_clip`."""
-        holder = self._holder()
-        if holder is not None:
-            holder.nothing_to_clip()
-
-    def hand_out(self, parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """See `destination`."""
-        main = None if self.lookup is None else self.lookup(parameter)
-        if main is None or main.dtype != dtype or not main.is_contiguous():
-            return None
-        return main
-
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or unpickled optimizer makes another
 
@@ -91,7 +73,7 @@ def _remove(parameters: list[ReferenceType[Tensor]], owner: _Owner) -> None:
             vars(parameter).pop(_OWNER, None)
 
 
-def _owner_of(parameter: Tensor) -> MainGrads | None:
+def _main_grads_of(parameter: Tensor) -> MainGrads | None:
     """Return the `MainGrads` of a parameter; None if a hook has to see its gradient."""
     owner = getattr(parameter, _OWNER, None)
     if owner is None or not parameter.is_leaf or _has_hooks(parameter):
@@ -108,22 +90,28 @@ def _has_hooks(parameter: Tensor) -> bool:
 
 def may_fuse(parameter: Tensor) -> bool:
     """Tell whether an optimizer expects to offer a sum, and no hook has to see the gradient."""
-    owner = _owner_of(parameter) if hasattr(parameter, _OWNER) else None
-    return owner is not None and owner.expected(parameter)
+    main_grads = _main_grads_of(parameter) if hasattr(parameter, _OWNER) else None
+    holder = None if main_grads is None else main_grads.holder()
+    return holder is not None and holder.expects_sum(parameter)
 
 
 def destination(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
     """Return the sum to which a backward pass has to add a gradient of this dtype; None if it has
     to return the gradient to autograd."""
-    owner = _owner_of(parameter) if hasattr(parameter, _OWNER) else None
-    return None if owner is None else owner.hand_out(parameter, dtype)
+    main_grads = _main_grads_of(parameter) if hasattr(parameter, _OWNER) else None
+    lookup = None if main_grads is None else main_grads.lookup
+    main_grad = None if lookup is None else lookup(parameter)
+    if main_grad is None or main_grad.dtype != dtype or not main_grad.is_contiguous():
+        return None
+    return main_grad
 
 
-def say_nothing_to_clip(parameters: Iterable[Tensor]) -> None:
+def warn_nothing_to_clip(parameters: Iterable[Tensor]) -> None:
     """Have the optimizer of these parameters warn that none had a gradient in `.grad`."""
     for parameter in parameters:
         owner = getattr(parameter, _OWNER, None)
         main_grads = None if owner is None else owner.reference()
-        if main_grads is not None:
-            main_grads.nothing_to_clip()
+        holder = None if main_grads is None else main_grads.holder()
+        if holder is not None:
+            holder.nothing_to_clip()
             return
