@@ -28,9 +28,15 @@ def bits(tensor):
     return tensor.contiguous().view(BITS[tensor.element_size()])
 
 
+def copy_rounded(targets, sources, seed=None, **options):
+    """By a seed on the host."""
+    seed = None if seed is None else torch.tensor(seed)
+    accumext.copy_rounded_(targets, sources, seed=seed, **options)
+
+
 def rounded(source, dtype, seed=None):
     target = torch.full(source.shape, math.nan, dtype=dtype)
-    accumext.copy_rounded_([target], [source], seed=None if seed is None else torch.tensor(seed))
+    copy_rounded([target], [source], seed)
     return target
 
 
@@ -110,9 +116,8 @@ def test_strides_make_no_difference(seed, dtype):
         sources = [source for _, source in pairs]
         targets = [laid_out_like(tensor, target_dtype) for tensor, _ in pairs]
         expected = [s.to(target_dtype).contiguous() for s in sources]
-        options = {} if seed is None else {"seed": torch.tensor(seed)}
-        accumext.copy_rounded_(expected, [s.contiguous() for s in sources], **options)
-        accumext.copy_rounded_(targets, sources, **options)
+        copy_rounded(expected, [s.contiguous() for s in sources], seed)
+        copy_rounded(targets, sources, seed)
         assert_bits(targets, expected)
 
 
@@ -122,11 +127,7 @@ def test_large_targets_at_any_alignment():
     source = torch.randn(size + 3)
     for offset, half, seed in itertools.product((0, 1), HALF_DTYPES, (None, 3)):
         memory = torch.full((size + 16,), 7.0, dtype=half)
-        accumext.copy_rounded_(
-            [memory[offset : offset + size]],
-            [source[offset : offset + size]],
-            seed=None if seed is None else torch.tensor(seed),
-        )
+        copy_rounded([memory[offset : offset + size]], [source[offset : offset + size]], seed)
         expected = rounded(source[offset : offset + size], half, seed)
         assert torch.equal(memory[offset : offset + size], expected)
         assert (memory[offset + size :] == 7.0).all()
@@ -172,7 +173,7 @@ def test_the_bits_are_those_of_philox(target_dtype, source_dtype, seed):
     sources = [oracle.random([n], source_dtype) for n in (3, 0, 1, 200)]
     sources.append(everywhere(300, source_dtype, of=of))
     targets = [torch.empty(s.shape, dtype=target_dtype) for s in sources]
-    accumext.copy_rounded_(targets, sources, seed=torch.tensor(seed))
+    copy_rounded(targets, sources, seed)
     largest = torch.finfo(target_dtype).max
     for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
         towards = source.abs().to(target_dtype)  # a neighbour, of which the other is next to it
@@ -238,9 +239,8 @@ def test_found_inf_leaves_every_bit_unless_it_is_zero(value, seed):
     targets += [every.clone().view(torch.float32), every.clone().view(torch.float64)]
     sources = [torch.zeros(t.shape, dtype=torch.float64) for t in targets]
     found_inf = torch.tensor(value)
-    seed = None if seed is None else torch.tensor(seed)
     with DeviceReads() as reads:
-        accumext.copy_rounded_(targets, sources, seed=seed, found_inf=found_inf)
+        copy_rounded(targets, sources, seed, found_inf=found_inf)
     assert reads.count == 0
     for target in targets:
         assert torch.equal(target.view(torch.int16), every if value else torch.zeros_like(every))
