@@ -33,7 +33,7 @@ from _decoders import (
     ways,
 )
 from _facts import free_bytes, synchronisations
-from _timing import Clock, Spread, rotated, spread
+from _timing import Clock, Spread, known_spread, rotated, spread
 from torch import Tensor
 
 from accumext._peak_memory import peak_memory
@@ -88,19 +88,14 @@ class Result(NamedTuple):
         return spread([taken for taken in self.seconds[name] if taken is not None])
 
     def host_spread(self, name: str) -> Spread | None:
-        known = [taken for taken in self.host_seconds[name] if taken is not None]
-        return spread(known) if len(known) > 1 else None
+        return known_spread(self.host_seconds[name])
 
     def ratio(self, name: str, against: str) -> Spread | None:
         """Return how many times faster `name` is, over the repetitions in which both ran."""
         if name not in self.seconds or against not in self.seconds:
             return None
-        both = [
-            theirs / mine
-            for mine, theirs in zip(self.seconds[name], self.seconds[against])
-            if mine is not None and theirs is not None
-        ]
-        return spread(both) if len(both) > 1 else None
+        pairs = zip(self.seconds[name], self.seconds[against])
+        return known_spread([theirs / mine if mine and theirs else None for mine, theirs in pairs])
 
     def tokens_per_second(self, name: str) -> float:
         return self.case.shape.tokens / self.spread(name).median

@@ -44,11 +44,11 @@ def gradients(shape: Shape, dtype: str, device: torch.device) -> Gradients:
 
 def norm_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
     """The norm, in one read."""
-    for dtype, size in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
-        yield _norm(shape, device, dtype, size)
+    for dtype in ("fp32", "bf16", "fp16"):
+        yield _norm(shape, device, dtype)
 
 
-def _norm(shape: Shape, device: torch.device, dtype: str, size: int) -> Job:
+def _norm(shape: Shape, device: torch.device, dtype: str) -> Job:
     grads = gradients(shape, dtype, device).tensors
     runs: dict[str, Callable[[], Tensor]] = {
         "torch foreach": lambda: get_total_norm(grads, foreach=True),
@@ -56,7 +56,7 @@ def _norm(shape: Shape, device: torch.device, dtype: str, size: int) -> Job:
         "accumext": lambda: accumext.total_norm(grads),
         **_peers.norms(grads),
     }
-    once = Traffic(size, 0)
+    once = Traffic(DTYPES[dtype].itemsize, 0)
     contenders = {name: Contender(run, once, lambda norm: [norm]) for name, run in runs.items()}
     return Job(f"total_norm {dtype}", shape, contenders)
 
@@ -139,14 +139,14 @@ def clip_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
 
 def accumulate_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
     """One micro-batch into float32 main gradients."""
-    for dtype, size in (("bf16", 2), ("fp16", 2), ("fp32", 4)):
-        yield _accumulate(shape, device, dtype, size)
+    for dtype in ("bf16", "fp16", "fp32"):
+        yield _accumulate(shape, device, dtype)
     yield _clip_accumulate(shape, device)
     yield _overwrite(shape, device)
 
 
-def _accumulate(shape: Shape, device: torch.device, dtype: str, size: int) -> Job:
-    data = gradients(shape, dtype, device)
+def _accumulate(shape: Shape, device: torch.device, dtype: str) -> Job:
+    data, size = gradients(shape, dtype, device), DTYPES[dtype].itemsize
     grads, mains = data.tensors, _mains(data)
 
     def stock() -> Tensor:

@@ -187,8 +187,7 @@ class Result(NamedTuple):
         )
 
     def host_spread(self, name: str) -> Spread | None:
-        known = [taken for taken in self.host_seconds[name] if taken is not None]
-        return spread(known) if len(known) > 1 else None
+        return known_spread(self.host_seconds[name])
 
     def allowed(self, name: str, against: str) -> float | None:
         """The ratio if both were at the limit."""
@@ -209,6 +208,12 @@ def count(number: int) -> str:
 
 def spread(values: Sequence[float]) -> Spread:
     return Spread(*statistics.quantiles(values, n=4, method="inclusive"))
+
+
+def known_spread(values: Sequence[float | None]) -> Spread | None:
+    """Of those that are known; None if that is only one."""
+    known = [value for value in values if value is not None]
+    return spread(known) if len(known) > 1 else None
 
 
 def rounded(values: Spread) -> list[float]:

@@ -72,7 +72,7 @@ def leftovers(cache: Path) -> list[Path]:
 
 
 @pytest.fixture
-def kept_library(tmp_path):
+def cached_library(tmp_path):
     """Keep a file that passes for a library, while the umask forbids nothing."""
     before = os.umask(0)
     try:
@@ -119,11 +119,11 @@ EXPOSED = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("part", range(3), ids=["folder", "library", "record"])
 @EXPOSED
-def test_what_others_can_write_to_is_not_loaded(expose, part, kept_library, caplog):
-    assert believed(kept_library)
-    why = expose(parts_of(kept_library)[part])
-    assert not believed(kept_library)
-    assert f"{kept_library} is not loaded: {why}" in caplog.text
+def test_what_others_can_write_to_is_not_loaded(expose, part, cached_library, caplog):
+    assert believed(cached_library)
+    why = expose(parts_of(cached_library)[part])
+    assert not believed(cached_library)
+    assert f"{cached_library} is not loaded: {why}" in caplog.text
 
 
 @EXPOSED
@@ -136,19 +136,19 @@ def test_a_folder_that_others_can_write_to_is_not_used(expose, tmp_path, monkeyp
     assert reason.startswith(f"{why}; set TORCH_EXTENSIONS_DIR to a folder of your own")
 
 
-def test_every_byte_counts(kept_library):
-    kept_library.write_bytes(b"Compiled")
-    assert not believed(kept_library)
+def test_every_byte_counts(cached_library):
+    cached_library.write_bytes(b"Compiled")
+    assert not believed(cached_library)
 
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("part", range(3), ids=["folder", "library", "record"])
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("moved")])
-def test_what_is_no_file_in_a_folder_is_damage(make, part, kept_library):
-    path = parts_of(kept_library)[part]
+def test_what_is_no_file_in_a_folder_is_damage(make, part, cached_library):
+    path = parts_of(cached_library)[part]
     path.rename(path.with_name("moved"))
     make(path)
-    assert not believed(kept_library)
+    assert not believed(cached_library)
 
 
 def file_lock(folder: Path) -> contextlib.AbstractContextManager[None]:
