@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from accumext.distributed import no_sync
-from accumext.optimizer._backward import clear_consumed
 from accumext.optimizer._engine import Engine, explain
 from accumext.optimizer._grads import clear_grads, clear_these, fresh, is_none
 from accumext.optimizer._other_passes import forget_parts, part_from_others, scale_of_pending
+from accumext.optimizer._pending import clear_consumed
 from accumext.optimizer._sums import add_micro_batch, adding, move_out_of_grad
 from accumext.optimizer._window import OpenMicroBatch
 from accumext.tensors.checks import message
@@ -79,9 +79,9 @@ def _close(op: str, engine: Engine, unreduced: bool) -> None:
     elif weight is not None or not left:
         engine.update(window=window, micro_batch=None)
         return
-    carried = engine.reducer.base_weight is not None and weight is not None
+    base = None if weight is None else engine.reducer.base_weight
     count = 1.0 if weight is None else weight
-    add_micro_batch(engine, op, parameters, grads, count, scale, accumulated=True, carried=carried)
+    add_micro_batch(engine, op, parameters, grads, count, scale, accumulated=True, base=base)
 
 
 _ONE: Scalar = 1.0

@@ -199,7 +199,7 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
         return True
     if sending is None:
         window = engine.window_out_of_grad()
-        if engine.settings.policy.leaves_out and window.ledger.counted is None:
+        if engine.policy.leaves_out and window.ledger.counted is None:
             count = float(window.ledger.micro_batches)
             window = window._replace(ledger=window.ledger._replace(counted=count))
         sending = _send(reducer, op, engine, window, window.ledger, flushing)

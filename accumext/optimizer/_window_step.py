@@ -11,69 +11,18 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accumext.master_weights import Rounding
 from accumext.optimizer._engine import Engine
 from accumext.optimizer._gradient import UNDIVIDED, InPlace, Sums, form, measure, to_host
 from accumext.optimizer._grads import grad_of, grads_of, present, set_grads
 from accumext.optimizer._ledger import Ledger, Quotient, StepFactors, step_factors
 from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
+from accumext.optimizer._step_watch import StepWatch
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import any_dtensor, nonfinite, versions
 from accumext.tensors.scalars import Scalar, as_tensor, equals
-from accumext.tensors.torch_private import (
-    STEP_POST_HOOKS,
-    TAKES_SCALE,
-    not_compiled,
-    set_grad_enabled,
-    write_count,
-)
-
-
-class StepWatch:
-    """Tells, after an exception, whether an optimizer has written parameters.
-
-    Versions of tensors tell, except after torch's fused kernels and writes through `.data`, which
-    do not raise them. So a post-hook, the first of all, notes that the step itself has ended. If an
-    optimizer runs no hooks, only versions tell.
-    """
-
-    def __init__(self, parameters: list[Tensor], rounding: Rounding | None = None) -> None:
-        self._parameters = parameters
-        try:
-            self._before: list[int | None] = list(map(write_count, parameters))
-        except RuntimeError:  # an inference tensor among them
-            self._before = versions(parameters)
-        self.rounding = rounding  # of masters into parameters, before post-hooks read the model
-        self._ended = False
-
-    def has_moved(self) -> bool:
-        """Tell whether any parameter may have changed."""
-        return self._ended or versions(self._parameters) != self._before
-
-    def write(self) -> None:
-        """Round masters that have been stepped on into the parameters."""
-        if self.rounding is not None:
-            self.rounding.write()
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Register the post-hook that notes the end of the step, before all others."""
-        hooks = getattr(optimizer, STEP_POST_HOOKS, None)
-        if hooks is not None:
-            hooks[id(self)] = self._end
-            hooks.move_to_end(id(self), last=False)
-
-    def end(self, optimizer: Optimizer) -> None:
-        """Remove the hook."""
-        hooks = getattr(optimizer, STEP_POST_HOOKS, None)
-        if hooks is not None:
-            hooks.pop(id(self), None)
-
-    def _end(self, *args: object) -> None:
-        self._ended = True
-        if self.rounding is not None:
-            self.rounding.write()
+from accumext.tensors.torch_private import TAKES_SCALE, not_compiled, set_grad_enabled
 
 
 class StepPlan(NamedTuple):
@@ -114,7 +63,7 @@ def _plan(
         if rounded and not fused:
             skip = to_host(skip)
     unknown, skips = (None, bool(skip)) if known else (skip, False)
-    if skips and settings.policy.raises:
+    if skips and engine.policy.check is not None:
         names = named(_names_of(engine, parameters, sums, nonfinite(present(grads))))
         got = f"inf or NaN in {names}" if names else "a norm that is not"
         advice = "Call opt.discard() to drop the window"
@@ -245,7 +194,7 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: StepPlan) -> Win
         counted if ledger.of_all is None else ledger.of_all,
         plan.dtype,
         plan.sums.device,
-        empty_if_skipped=plan.sums.in_grad and engine.settings.policy.leaves_out,
+        empty_if_skipped=plan.sums.in_grad and engine.policy.leaves_out,
     )
     if plan.skip is not None:  # parameters with an inf or NaN are looked for when somebody asks
         report.evidence = plan.sums.tensors, partial(_names_of, engine, parameters, plan.sums)
