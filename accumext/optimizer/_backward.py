@@ -48,7 +48,8 @@ from accumext.tensors.kinds import HALF_DTYPES, versions
 from accumext.tensors.scalars import Scalar, divide, equals, on_device
 
 _BACKWARD = f"{OP}.backward"
-UNWEIGHTED: Final = 1.0  # the default weight: this object, which needs no check
+# The default weight: this object, which needs no check. Not a literal, which modules may share.
+UNWEIGHTED: Final = float("1")
 _ONE: Scalar = 1.0
 
 
@@ -131,15 +132,20 @@ def run_backward(
     proxy: Optimizer,  # the AccumulatingOptimizer, by which the user's scaler may know it
     call: BackwardPass,
 ) -> None:
-    """Scale the loss, run its backward pass and add its gradients to the open window."""
+    """Scale the loss, run its backward pass and add its gradients to the open window.
+
+    In one of three ways: `_into_grad` for a window of one, whose gradients stay in `.grad`;
+    `_into_sums`, the main road, where autograd adds to the sums; `_apart` where it must not.
+    """
     loss, settings, state = call.loss, engine.settings, engine.state
     window, inside = state.window, state.micro_batch
+    # The only cases in which this call is refused.
     if settings.needs_closure or state.sending is not None or window.phase is Phase.SUMMED:
         engine.refuse(_BACKWARD)
     if settings.scaler is not None:
         scale = scale_for(_BACKWARD, settings.scaler, loss, proxy, engine.optimizer)
         call = call._replace(scale=scale)
-    if engine.reducer.base_weight is not None:
+    if engine.reducer.sharded:
         engine.reducer.begin(_BACKWARD, engine)
     if inside is not None:
         _check_weight_inside(inside, call.weight)
@@ -170,14 +176,15 @@ def run_backward(
     known = window.parameters
     if len(known) != len(parameters) or not all(map(is_, known, parameters)):
         move_out_of_grad(engine, parameters)
-    looks = window.ledger.micro_batches == 0 and engine.reducer.base_weight is None
+    looks = window.ledger.micro_batches == 0 and not engine.reducer.sharded
     watch = engine.watch if looks else None
     before = () if watch is None else versions(parameters)
     if not first:  # as the first part of the micro-batch
         apart = inside is not None and inside.part is not None
     else:
-        special = loss.dtype in HALF_DTYPES or call.weight is not window.ledger.base_weight
-        cannot = special and _cannot_carry(engine, loss, call.weight)
+        # Usually false, which spares the call: full precision, and the same weight each time.
+        may_not = loss.dtype in HALF_DTYPES or call.weight is not window.ledger.base_weight
+        cannot = may_not and _cannot_carry(engine, loss, call.weight)
         apart = cannot or engine.policy.apart
     backward = _apart if apart else _into_sums
     backward(engine, call, parameters)
@@ -202,7 +209,7 @@ def _check_weight_inside(micro_batch: OpenMicroBatch, weight: Scalar) -> None:
 def _cannot_carry(engine: Engine, loss: Tensor, weight: Scalar) -> bool:
     """Tell whether the loss cannot be multiplied by its weight. Weight 0 must give 0 even for a NaN
     gradient, and a loss of half precision would round the weight."""
-    if engine.reducer.base_weight is not None:  # losses of shards must be multiplied
+    if engine.reducer.sharded:  # losses of shards must be multiplied
         return False
     if equals(weight, 0.0):
         return True
@@ -273,7 +280,7 @@ def _into_sums(engine: Engine, call: BackwardPass, parameters: list[Tensor]) -> 
         if inside is not None:  # a loop that catches this gets an error when the micro-batch ends
             engine.update(micro_batch=OpenMicroBatch(failed=True))
         if before.micro_batches:
-            explain(error, f"{_BACKWARD}: the open window was dropped: it had been added to")
+            explain(error, _BACKWARD, "it had been added to")
         raise
 
 

@@ -36,7 +36,7 @@ def may_hand_through(engine: Engine, proxy: Optimizer) -> bool:
     """
     settings = engine.settings
     return (
-        engine.keeps_at_once
+        engine.next_is_all
         and engine.tensors.is_parameters
         and settings.max_norm is None
         and settings.scaler is None

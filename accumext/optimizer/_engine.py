@@ -29,7 +29,8 @@ from accumext.tensors.scalars import Scalar
 
 ALIVE: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id
 
-# Engines whose `backward` has left gradients in `.grad`, which others of these parameters must see.
+# Engines whose `backward` has ever left gradients in `.grad`, which others of these parameters must
+# see: `len(LEAVING) > engine.leaves` asks whether there is one besides this engine.
 LEAVING: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
 
@@ -57,7 +58,8 @@ def _warn_at_exit() -> None:
 
 
 # The methods that cannot be called in a phase, and the error: the contract of the call, what it
-# got, and the advice.
+# got, and the advice. "take": `step`, `flush` or the end of `micro_batch()` finds gradients of the
+# user's own passes in `.grad`.
 _SENT = (
     {"backward", "accumulate", "micro_batch", "take", "accumulation_state_dict", "__getstate__"},
     (
@@ -80,12 +82,14 @@ _ADDS = {"backward", "accumulate", "micro_batch"}
 class Policy(NamedTuple):
     """What an inf or NaN in a micro-batch does, as `on_nonfinite` says."""
 
-    # Plans to add (window, gradients, weight, loss scale, base of the weights, flag of a check) as
-    # a micro-batch: the result runs the kernels that have not appended to its argument before.
+    # Takes (window, gradients, weight, loss scale, base of the weights, flag of a check). Returns a
+    # function of a list, which adds them as a micro-batch: each kernel appends its norm to the list
+    # as it runs. Called with the list again, after an exception, it runs the remaining kernels.
     adding: Callable[..., Callable[[list[Tensor]], Window]]
     # Returns a window of phase IN_GRAD with sums of its own, for these parameters.
     out_of_grad: Callable[[Window, Sequence[Tensor]], Window]
-    # Returns a window of one micro-batch, which was in `.grad`, with its count of those that count.
+    # Returns a window whose only micro-batch was in `.grad`, with `Ledger.counted`: 1, or 0 if the
+    # micro-batch is not finite.
     counted: Callable[[Window], Window] | None = None
     # Raises for a micro-batch that may not be added: (engine, op, gradients, weight, base).
     check: Callable[..., None] | None = None
@@ -97,7 +101,8 @@ class Reducer(ABC):
     """Sums the window over processes. Methods that only one subclass needs do nothing here."""
 
     group: Group | None = None  # processes that the window is summed over
-    base_weight: Scalar | None = None  # of shards: losses are multiplied by weight / base_weight
+    sharded = False  # FSDP holds gradients; losses are multiplied by weight / base_weight
+    base_weight: Scalar | None = None  # None unless sharded
     checked: tuple[Settings, Tensor] | None = None  # settings found equal everywhere; as numbers
 
     @property
@@ -257,7 +262,7 @@ class Engine:
             raise RuntimeError(message(op, "the optimizer", "step without a closure", kind, advice))
 
     def window_out_of_grad(self) -> Window:
-        """Return the open window with sums of its own, also if they are in `.grad`."""
+        """Return the open window with its sums in `sums`, which may share memory with `.grad`."""
         out = self.state.window.out_of_grad(self.tensors.parameters())
         counted = self.policy.counted
         return out if counted is None or not self.state.in_grad else counted(out)
@@ -281,7 +286,7 @@ class Engine:
         return {p: name for several in lists for p, name in zip(several, names, strict=True)}
 
     @property
-    def keeps_at_once(self) -> bool:
+    def next_is_all(self) -> bool:
         """True if the next micro-batch is all that the window will hold."""
         one = self.settings.window == 1 and self.reducer.group is None
         return one and not self.state.window.ledger.micro_batches
@@ -289,7 +294,7 @@ class Engine:
     @property
     def keeps_in_grad(self) -> bool:
         """True if the next micro-batch stays in `.grad`, where the optimizer finds it."""
-        return self.tensors.is_parameters and self.keeps_at_once
+        return self.tensors.is_parameters and self.next_is_all
 
     def expects_sum(self, parameter: Tensor) -> bool:
         """Tell whether the next backward pass adds to an existing sum of this parameter."""
@@ -339,10 +344,11 @@ class Engine:
 _DROPPED = "the open window was dropped"
 
 
-def explain(error: BaseException, note: str) -> None:
-    """Add a note to an exception that says what has become of the window, unless it has one."""
+def explain(error: BaseException, op: str, why: str) -> None:
+    """Add a note to an exception that the window was dropped, and why, unless it has one."""
     if any(_DROPPED in said for said in getattr(error, "__notes__", ())):
         return
+    note = f"{op}: {_DROPPED}: {why}"
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif isinstance(error, Exception):  # Python 3.10 has no notes; Ctrl-C is raised unchanged

@@ -29,7 +29,7 @@ class Ledger(NamedTuple):
     | `of_all` | how many count on all processes, once the window is summed over them |
     | `weight` | the sum of the weights that count |
     | `base_weight` | the weight with factor 1 in the sums; None while all weights were zero |
-    | `base_scale` | the loss scale that the sums carry: that of the first micro-batch |
+    | `base_scale` | the loss scale that the sums carry: that of the first with a nonzero weight |
     | `loss_scale` | the loss scale of the latest micro-batch |
     | `found_inf` | 1 if an inf or NaN was found in a gradient before it was added |
     """
@@ -114,9 +114,9 @@ _UNSCALED: Scalar = 1.0
 
 
 class Quotient(NamedTuple):
-    """`base_weight / weight / base_scale`."""
+    """`base_weight / weight / base_scale`, of which the host has divided what it knows."""
 
-    base_weight: Scalar = 1.0
+    numerator: Scalar = 1.0  # base_weight, divided by what is not among the following two
     weight: Tensor | None = None  # if it is 0, as if nothing counts, the value is 0
     base_scale: Scalar = _UNSCALED
 

@@ -49,9 +49,10 @@ def raise_nonfinite(
 def adding_if_finite(
     window: Window, grads: Sequence[Tensor | None], weight: Scalar, scale: Scalar, *_: object
 ) -> Callable[[list[Tensor]], Window]:
-    """Return a function that adds a micro-batch if it is finite, else keeps the sums bit for bit.
+    """Plan to add a micro-batch if it is finite, and else to keep the sums bit for bit.
 
-    The base of the weights is 1: the weight of a dropped micro-batch must not scale the sums.
+    A new window's base of the weights is 1: the weight of a dropped micro-batch must not scale the
+    sums. A given base is ignored, since settings refuse shards, and a flag: the kernel looks.
     """
     ledger = window.ledger
     base = 1.0 if ledger.base_weight is None else ledger.base_weight
@@ -113,7 +114,7 @@ def _out_of_grad_if_finite(window: Window, parameters: Sequence[Tensor]) -> Wind
 
 
 def counted(window: Window) -> Window:
-    """Return the window of one micro-batch with the count of those that are finite: 1 or 0."""
+    """Set `counted` of a window of one micro-batch: 1, or 0 and no sums if it is not finite."""
     ledger = window.ledger
     if nonfinite(present(window.sums)):
         left = Ledger(ledger.micro_batches, 0.0, loss_scale=ledger.loss_scale, found_inf=1.0)

@@ -91,7 +91,7 @@ def run_step(
             take_pending(engine, op, parameters, outer)
         if engine.state.window.ledger.micro_batches >= settings.window:
             result = close_window(engine, proxy, op, parameters, kwargs, enabled, closure)
-        elif settings.window == 1 and not pending and engine.keeps_at_once:
+        elif settings.window == 1 and not pending and engine.next_is_all:
             # The optimizer runs its hooks, as it would without the wrapper.
             result = engine.tensors.followed(optimizer.step)(**kwargs)
         if outer is not None and not _took_a_step(engine):
@@ -156,7 +156,7 @@ def close_window(
     op: str,
     parameters: list[Tensor],  # those of the window's gradients
     kwargs: dict[str, Any],  # of the wrapped step
-    records: bool = False,  # whether gradients are enabled for the wrapped step, as for its caller
+    enabled: bool = False,  # whether gradients are enabled for the wrapped step, as for its caller
     closure: object = None,  # evaluated before; the wrapped step does not get it
     flushing: bool = False,
 ) -> Any:
@@ -171,7 +171,7 @@ def close_window(
         if settings.scaler is not None and len(ALIVE) > 1:
             note_scale(op, engine)
         result, skipped = step_on_window(
-            engine, proxy, op, parameters, kwargs, records, begun, closure
+            engine, proxy, op, parameters, kwargs, enabled, begun, closure
         )
     if skipped:
         warn_of_skip(engine, proxy)

@@ -1,4 +1,4 @@
-"""The sums of a window: the only place where gradients are added and multiplied."""
+"""The sums of a window: additions to them, planned before they run, and how they leave `.grad`."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def is_plain(main: Tensor) -> bool:
     return fit_one_call([main]) and not main.requires_grad
 
 
-def made(window: Window, index: int) -> tuple[Window, Tensor]:
+def with_sum(window: Window, index: int) -> tuple[Window, Tensor]:
     """Return the sum of a parameter, created as zeros if it had none, and the window with it."""
     main = window.sums[index]
     if main is None:
@@ -229,7 +229,7 @@ def add_micro_batch(
     scale: Scalar,  # loss scale that they are multiplied with
     *,
     found_inf: Scalar | None = None,  # an outer GradScaler's flag for them, if there is one
-    accumulated: bool = False,  # whether an outer GradScaler comes too late after this
+    accumulated: bool = False,  # whether an outer GradScaler cannot have seen them
     base: Scalar | None = None,  # if given, the loss was multiplied by `weight / base`, too
 ) -> None:
     """Add one micro-batch to the window and empty `.grad`; after an exception both or neither.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accumext.optimizer._engine import Engine
-from accumext.optimizer._gradient import UNDIVIDED, InPlace, Sums, form, measure, to_host
+from accumext.optimizer._gradient import UNDIVIDED, InPlace, Operands, form, measure, to_host
 from accumext.optimizer._grads import grad_of, grads_of, present, set_grads
 from accumext.optimizer._ledger import Ledger, Quotient, StepFactors, step_factors
 from accumext.optimizer._report import Name, WindowReport, named
@@ -29,12 +29,12 @@ class StepPlan(NamedTuple):
     """What a step on a window will do. When it is made, only gradients may have changed."""
 
     window: Window
-    sums: Sums
+    sums: Operands
     factors: StepFactors
     dtype: torch.dtype  # of the norm
     grads: Sequence[Tensor | None]  # as the optimizer is to see them
     divisor: Scalar  # by which it is to divide them
-    skip: Scalar | None  # a flag on a device, not 0 if no step may be taken; None: the host knows
+    device_skip: Scalar | None  # a device's flag, not 0 if no step may be taken; None: see `skips`
     skips: bool  # the host knows that there is no step
     found_inf: Scalar  # for the scaler
     fused: bool  # the optimizer divides, and may be told by a device not to step
@@ -50,7 +50,7 @@ def _plan(
 ) -> StepPlan:
     """Measure and form the gradient of the open window."""
     settings, window = engine.settings, engine.state.window.of(parameters)
-    sums = Sums.in_window(window, before)
+    sums = Operands.in_window(window, before)
     divides = getattr(engine.optimizer, TAKES_SCALE, False)
     fused = divides and not any_dtensor(sums.tensors)
     factors, dtype = measure(sums, window, settings, in_place, stepped_on, fused, divides)
@@ -72,6 +72,7 @@ def _plan(
 
 
 def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
+    """Return 1 if the flag is not 0 or the norm is not finite, else 0."""
     ledger = Ledger() if equals(flag, 0.0) else Ledger(found_inf=flag)
     return step_factors(
         ledger, Quotient(), None, device=norm.device, sums=[], norm=norm,
@@ -79,7 +80,7 @@ def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
     ).found_inf  # fmt: skip
 
 
-class _Around:
+class _GuardedStep:
     """All that precedes and follows the wrapped step on a window. After any exception, all of it is
     done or undone."""
 
@@ -87,7 +88,7 @@ class _Around:
         self, engine: Engine, proxy: Optimizer, op: str, parameters: list[Tensor], begun: object
     ) -> None:
         self._engine, self._proxy, self._op, self._parameters = engine, proxy, op, parameters
-        self._begun = begun  # the argument of the scaler's `update`
+        self._begun = begun  # what `begin_update` returned
         self._stepped_on = parameters
         if not engine.tensors.is_parameters:
             engine.tensors.follow_parameters()
@@ -107,7 +108,7 @@ class _Around:
         )
         if plan.skips:
             return False
-        skip, divisor = plan.skip, plan.divisor
+        skip, divisor = plan.device_skip, plan.divisor
         if plan.grads is not plan.sums.grads or not plan.sums.in_grad:  # not in `.grad` already
             self._lent = plan.grads
             for parameter, grad in zip(stepped_on, self._lent, strict=True):
@@ -138,7 +139,7 @@ class _Around:
             stepped=True, accumulated=False,
         )  # fmt: skip
         self._closed = engine.state
-        if engine.reducer.base_weight is not None:
+        if engine.reducer.sharded:
             engine.reducer.closed()
         if engine.settings.scaler is not None:
             update(
@@ -186,7 +187,7 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: StepPlan) -> Win
     ledger, factors = plan.window.ledger, plan.factors
     counted = ledger.micro_batches if ledger.counted is None else ledger.counted
     report = WindowReport(
-        float(plan.skips) if plan.skip is None else plan.skip,
+        float(plan.skips) if plan.device_skip is None else plan.device_skip,
         factors.norm,
         factors.clip_coef,
         ledger.loss_scale,
@@ -196,7 +197,7 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: StepPlan) -> Win
         plan.sums.device,
         empty_if_skipped=plan.sums.in_grad and engine.policy.leaves_out,
     )
-    if plan.skip is not None:  # parameters with an inf or NaN are looked for when somebody asks
+    if plan.device_skip is not None:  # parameters are looked for when somebody asks for names
         report.evidence = plan.sums.tensors, partial(_names_of, engine, parameters, plan.sums)
     elif plan.skips or plan.window.left_out:
         bad = nonfinite(present(plan.grads)) if plan.skips else []
@@ -208,7 +209,7 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: StepPlan) -> Win
 
 
 def _names_of(
-    engine: Engine, parameters: Sequence[Tensor], sums: Sums, indices: Sequence[int]
+    engine: Engine, parameters: Sequence[Tensor], sums: Operands, indices: Sequence[int]
 ) -> list[Name]:
     """Return the names of parameters by index among those that have a gradient."""
     there = [p for p, grad in zip(parameters, sums.grads, strict=True) if grad is not None]
@@ -248,17 +249,17 @@ def step_on_window(
     op: str,
     parameters: list[Tensor],  # those of the window's gradients
     kwargs: dict[str, Any],  # of the wrapped step
-    records: bool,  # whether gradients are enabled for the wrapped step, as they are for its caller
-    begun: object,  # the argument of the scaler's `update`
+    enabled: bool,  # whether gradients are enabled for the wrapped step, as they are for its caller
+    begun: object,  # what `begin_update` returned
     closure: object,  # evaluated before; the wrapped step does not get it
 ) -> tuple[Any, bool]:
     """Step on the open window, and start the next. Returns also whether the host knows that there
     was no step."""
     summed = engine.state.window.phase is not Phase.IN_GRAD
-    around, result = _Around(engine, proxy, op, parameters, begun), None
+    around, result = _GuardedStep(engine, proxy, op, parameters, begun), None
     try:
         if around.begin():
-            set_grad_enabled(records)
+            set_grad_enabled(enabled)
             result = engine.optimizer.step(**kwargs)
             set_grad_enabled(False)
         around.finish()

@@ -4,7 +4,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/window_call.h"
+#include "common/window_factors.h"
 #include "cpu/norm.h"
 
 namespace accumext::cpu {

@@ -3,7 +3,7 @@
 #include <optional>
 #include <vector>
 
-#include "common/window_call.h"
+#include "common/window_factors.h"
 #include "cuda/launch.h"
 #include "cuda/window_factors.cuh"
 

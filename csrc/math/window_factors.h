@@ -17,8 +17,8 @@ struct WindowNumbers {
 };
 
 struct WindowRules {
-  double max_norm;   // with clips
-  bool clips;        // to max_norm
+  double max_norm;  // read only if `clips`
+  bool clips;
   bool weighted;     // divided by weight; with a weight of 0 the gradient is 0
   bool counted;      // `counted` is known: a micro-batch that is not finite is no reason to skip
   bool normalised;   // the norm is already that of the window's gradient

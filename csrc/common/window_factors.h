@@ -1,4 +1,7 @@
-// A call of window_factors, as both devices take it.
+// A call of window_factors, as both devices take it:
+//
+//   window_factors(Tensor(a!) numbers, Tensor(b!) flags, Tensor[] main_grads, Tensor?[] ledger,
+//                  float base_weight, float? max_norm, bool normalised, bool checks_norm) -> ()
 #pragma once
 
 #include <optional>
@@ -9,7 +12,8 @@
 
 namespace accumext {
 
-// The numbers of a window that tensors hold; `reference.window_factors` says what each is.
+// The schema's `ledger`: numbers of a window that tensors hold, in the order of Entry.
+// `reference.window_factors` says what each is, and what it is if no tensor holds it.
 class WindowLedger {
  public:
   enum Entry { kNorm, kOverflow, kBaseWeight, kWeight, kScale, kFoundInf, kCounted, kEntries };
