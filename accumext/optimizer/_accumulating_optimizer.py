@@ -122,16 +122,6 @@ class AccumulatingOptimizer(OptimizerProxy):
     inside a window.
     """
 
-    def _takes_scale(self) -> bool:
-        """Return True, so that GradScaler always calls `step`, after it has set `grad_scale` and
-        `found_inf`. A `grad_scale` left by a step that did not begin is removed, because GradScaler
-        would multiply it into the next one."""
-        if "found_inf" in vars(self):
-            vars(self).pop("grad_scale", None)
-        return True
-
-    locals()[TAKES_SCALE] = property(_takes_scale)
-
     window = _setting("window", "Micro-batches per optimizer step.")
     max_norm = _setting("max_norm", "Global norm to clip the window's gradient to, or None.")
     norm_type = _setting("norm_type", "p of that norm.")
@@ -330,10 +320,6 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.zero_grad()
         """
         return run_step(self._engine, self, f"{OP}.step", closure, kwargs)
-
-    setattr(step, STEP_IS_WRAPPED, True)  # hooks run around the wrapped step alone
-    # GradScaler asks for the signature in every step: stored here, it is not computed again.
-    setattr(step, "__signature__", inspect.signature(step))  # noqa: B010
 
     def flush(self) -> None:
         """Step on what the window holds so far, normalised by its weights; not if it is empty.
@@ -543,3 +529,20 @@ class AccumulatingOptimizer(OptimizerProxy):
             fields.append(f"synchronize={self.synchronize!r}")
         fields.append(f"{self._engine.state.micro_batches}/{self.window} micro-batches")
         return f"{type(self).__name__}({self.optimizer!r}, {', '.join(fields)})"
+
+
+def _takes_scale(self: AccumulatingOptimizer) -> bool:
+    """Return True, so that GradScaler always calls `step`, after it has set `grad_scale` and
+    `found_inf`. A `grad_scale` left by a step that did not begin is removed, because GradScaler
+    would multiply it into the next one."""
+    if "found_inf" in vars(self):
+        vars(self).pop("grad_scale", None)
+    return True
+
+
+# Attributes that torch looks up, under names that are not public.
+_step = AccumulatingOptimizer.step
+setattr(AccumulatingOptimizer, TAKES_SCALE, property(_takes_scale))
+setattr(_step, STEP_IS_WRAPPED, True)  # hooks run around the wrapped step alone
+# GradScaler asks for the signature in every step: stored here, it is not computed again.
+setattr(_step, "__signature__", inspect.signature(_step))  # noqa: B010
