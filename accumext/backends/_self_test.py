@@ -205,12 +205,11 @@ def _list_cases() -> Iterator[Case]:
     for seed, found_inf in product((None, torch.tensor(7 << 40 | 3)), (None, flag, flag + 1)):
         yield Case("copy_rounded_", copied | {"seed": seed, "found_inf": found_inf})
     number = torch.tensor(0.37, dtype=torch.float64)
-    closing = dict.fromkeys(("device_unit", "weight", "scale", "finite", "found_inf"), number)
     numbers = {"numbers": torch.zeros(3, dtype=torch.float64), "flags": torch.zeros(3)}
-    rules = {"unit": 1.0, "max_norm": 5.0, "normalised": False, "checks_norm": True}
+    rules = {"base_weight": 1.0, "max_norm": 5.0, "normalised": False, "checks_norm": True}
     for known in (None, number):
-        window = {"main_grads": main_grads, "norm": known, "overflow": None}
-        yield Case("window_factors", numbers | window | closing | rules)
+        window = {"main_grads": main_grads, "ledger": [known, None, *[number] * 5]}
+        yield Case("window_factors", numbers | window | rules)
 
 
 # --- the decoder -------------------------------------------------------------------------------

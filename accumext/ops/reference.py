@@ -114,20 +114,25 @@ def window_factors(
     numbers: Tensor,  # [3] float64: norm, clip_coef, factor
     flags: Tensor,  # [3] float32: 1 / factor, skip, found_inf
     main_grads: Sequence[Tensor],  # the sums of a window, read if no norm is given
-    norm: Tensor | None,  # []; None: compute their 2-norm, and whether they are finite
-    *,
-    unit: float,
-    device_unit: Tensor | None,  # [], as all tensors below; if given, it replaces unit
-    weight: Tensor | None,
-    scale: Tensor | None,  # None: 1
+    ledger: Sequence[Tensor | None],  # [] each, see below
+    base_weight: float,  # unless the ledger has one
     max_norm: float | None,  # None: no clip
     normalised: bool,  # the norm is that of the normalised gradient already
     checks_norm: bool,  # a norm that is not finite skips the step
-    overflow: Tensor | None,  # not 0 if a sum is not finite; None: 0
-    found_inf: Tensor | None,  # not 0 if a gradient was not finite before it was added; None: 0
-    finite: Tensor | None,  # number of finite micro-batches, if the others are left out
 ) -> None:
-    """Compute `factor = unit / weight / scale * clip_coef`, and whether to skip the step."""
+    """Compute `factor = base_weight / weight / scale * clip_coef`, and whether to skip the step.
+
+    | `ledger` | is | None |
+    |---|---|---|
+    | 0 norm | of the sums | compute their 2-norm, and whether they are finite |
+    | 1 overflow | not 0 if a sum is not finite | 0 |
+    | 2 base_weight | | the number that is given |
+    | 3 weight | if it is 0, so is the factor | 1 |
+    | 4 scale | | 1 |
+    | 5 found_inf | not 0 if a gradient was not finite before it was added | 0 |
+    | 6 counted | micro-batches that count, if others are left out | all do |
+    """
+    norm, overflow, device_base, weight, scale, found_inf, counted = ledger
     if norm is None:
         overflow = torch.zeros((), dtype=torch.float32, device=numbers.device)
         _mark_nonfinite(overflow, main_grads)
@@ -135,7 +140,7 @@ def window_factors(
     norm, one = norm.double(), torch.ones_like(numbers[0])
     # Tensors also for numbers of the host: torch divides a number by a tensor as a reciprocal times
     # the number, which rounds twice, as in torch's clip and `clip_coef`.
-    numerator = one * unit if device_unit is None else device_unit
+    numerator = one * base_weight if device_base is None else device_base
     factor = one * window_quotient(numerator, weight, one if scale is None else scale)
     broken = ~factor.isfinite()
     if checks_norm:
@@ -149,21 +154,21 @@ def window_factors(
         coef = (one * max_norm / (norm + 1e-6)).clamp(max=1.0)
     factor = factor * coef
     nonfinite = broken if found_inf is None else broken | (found_inf != 0)
-    skip = nonfinite if finite is None else broken | (finite == 0)
+    skip = nonfinite if counted is None else broken | (counted == 0)
     numbers.copy_(torch.stack([norm, coef, factor]))
     flags.copy_(torch.stack([1.0 / factor, skip, nonfinite]))
 
 
 def window_quotient(
-    unit: Scalar,
+    base_weight: Scalar,
     weight: Tensor | None,  # [] float64; if it is 0, as if nothing counts, so is the quotient
     scale: Scalar,
 ) -> Scalar:
-    """Return `unit / weight / scale`, the factor from sums to the window's gradient."""
+    """Return `base_weight / weight / scale`, the factor from sums to the window's gradient."""
     if weight is not None:
         positive = weight > 0
-        unit = unit / torch.where(positive, weight, 1.0) * positive
-    return divide(unit, scale)
+        base_weight = base_weight / torch.where(positive, weight, 1.0) * positive
+    return divide(base_weight, scale)
 
 
 def _stochastically_rounded(source: Tensor, dtype: torch.dtype, seed: Tensor, i: int) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -22,25 +21,17 @@ from accumext.optimizer._backward import (
     run_backward,
 )
 from accumext.optimizer._checkpoint import pack, unpack
-from accumext.optimizer._closures import refuse_without_closure
-from accumext.optimizer._engine import LEAVING, Engine, others_of
-from accumext.optimizer._grads import ConsumedGrads, fresh, grad_of, grads_of, is_none
+from accumext.optimizer._engine import Engine
 from accumext.optimizer._micro_batch import open_micro_batch
-from accumext.optimizer._other_passes import (
-    ONE_FOR_EACH,
-    move_others_out_of_grad,
-    part_from_others,
-    scale_of_pending,
-    take_other_pass,
-)
-from accumext.optimizer._proxy import OptimizerProxy, takes
+from accumext.optimizer._nonfinite import POLICIES
+from accumext.optimizer._pending import accumulate, zero_grad
+from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._reducer import know_parameters, reducer_of
 from accumext.optimizer._report import WindowReport
-from accumext.optimizer._scaler import create_scale, refuse_unscaled
+from accumext.optimizer._scaler import create_scale
 from accumext.optimizer._settings import OP, check_settings, check_weight
 from accumext.optimizer._step import flush, run_step, stepping_at_once
-from accumext.optimizer._sums import add_micro_batch, move_out_of_grad
-from accumext.optimizer._wrong_loops import Watch, warn_of_a_full_window
+from accumext.optimizer._wrong_loops import Watch
 from accumext.tensors import checks
 from accumext.tensors.argument_names import explained
 from accumext.tensors.checks import OnNonfinite, Reduction, Synchronize
@@ -56,9 +47,10 @@ def _setting(name: str, doc: str) -> Any:
 
     def assign(self: Any, value: Any) -> None:
         arguments = {**self._engine.settings._asdict(), name: value}
-        for found in ("needs_closure", "names_closure", "policy"):
+        for found in ("needs_closure", "names_closure"):
             del arguments[found]
-        self._engine.settings = settings = check_settings(self.optimizer, **arguments)
+        settings = check_settings(self.optimizer, **arguments)
+        self._engine.settings, self._engine.policy = settings, POLICIES[settings.on_nonfinite]
         if name == "process_group":
             self._engine.reducer.group = None
             self._engine.reducer.share(settings.process_group)
@@ -131,16 +123,6 @@ class AccumulatingOptimizer(OptimizerProxy):
     inside a window.
     """
 
-    def _takes_scale(self) -> bool:
-        """Return True, so that GradScaler always calls `step`, after it has set `grad_scale` and
-        `found_inf`. A `grad_scale` left by a step that did not begin is removed, because GradScaler
-        would multiply it into the next one."""
-        if "found_inf" in vars(self):
-            vars(self).pop("grad_scale", None)
-        return True
-
-    locals()[TAKES_SCALE] = property(_takes_scale)
-
     window = _setting("window", "Micro-batches per optimizer step.")
     max_norm = _setting("max_norm", "Global norm to clip the window's gradient to, or None.")
     norm_type = _setting("norm_type", "p of that norm.")
@@ -196,7 +178,8 @@ class AccumulatingOptimizer(OptimizerProxy):
             synchronize=synchronize,
         )
         self.optimizer, target = optimizer, SteppedTensors(OP, optimizer, masters)
-        self._engine = Engine(optimizer, settings, target, reducer_of(target.parameters()), Watch())
+        policy, reducer = POLICIES[on_nonfinite], reducer_of(target.parameters())
+        self._engine = Engine(optimizer, settings, target, policy, reducer, Watch())
 
     def backward(
         self,
@@ -233,15 +216,14 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.backward(F.cross_entropy(logits, targets), weight=targets.numel())
         """
-        op = f"{OP}.backward"
-        call = BackwardPass(loss, check_loss_and_weight(op, loss, weight))
+        call = BackwardPass(loss, check_loss_and_weight(loss, weight))
         if retain_graph is not None or create_graph is not False or inputs is not None:
             if isinstance(inputs, (Tensor, GradientEdge)):
                 inputs = (inputs,)
             listed = None if inputs is None else tuple(inputs)
             call = BackwardPass(loss, call.weight, retain_graph, create_graph, listed)
-            call.check_options(op)
-        run_backward(self._engine, self, op, call)
+            call.check_options()
+        run_backward(self._engine, self, call)
 
     @torch.no_grad()
     def accumulate(self, weight: float | Tensor = UNWEIGHTED) -> None:
@@ -270,31 +252,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         """
         op, engine = f"{OP}.accumulate", self._engine
         engine.refuse(op)
-        refuse_without_closure(op, engine)
-        count = None if weight is UNWEIGHTED else check_weight(op, weight)
-        engine.thread = get_ident()
-        refuse_unscaled(op, engine.settings.scaler, self, self.optimizer)
-        parameters = engine.tensors.parameters()
-        grads: list[Tensor | None] = []
-        if not engine.state.in_grad:
-            part_from_others(op, engine, parameters)
-            grads = fresh(parameters, engine.state.consumed)
-        made = engine.state.other_pass
-        if made is None and all(map(is_none, grads)):
-            advice = "Run a backward pass first; backward() has accumulated already"
-            if others_of(engine):
-                advice += f". {ONE_FOR_EACH}"
-            contract = "hold new gradients"
-            raise RuntimeError(checks.message(op, ".grad", contract, "none", advice))
-        engine.reducer.begin(op, engine)
-        if engine.state.micro_batches >= engine.settings.window:
-            warn_of_a_full_window(engine)
-        engine.forget_evidence()
-        if made is not None and all(map(is_none, grads)):
-            take_other_pass(op, engine, made, count)
-            return
-        scale, count = scale_of_pending(op, engine), 1.0 if count is None else count
-        add_micro_batch(engine, op, parameters, grads, count, scale, accumulated=True)
+        accumulate(engine, self, op, None if weight is UNWEIGHTED else check_weight(op, weight))
 
     @contextmanager
     def micro_batch(self, model: torch.nn.Module | None = None) -> Iterator[None]:
@@ -327,7 +285,6 @@ class AccumulatingOptimizer(OptimizerProxy):
         """
         op = f"{OP}.micro_batch"
         self._engine.refuse(op)
-        refuse_without_closure(op, self._engine)
         with open_micro_batch(op, self._engine, model):
             yield
 
@@ -364,10 +321,6 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> opt.zero_grad()
         """
         return run_step(self._engine, self, f"{OP}.step", closure, kwargs)
-
-    setattr(step, STEP_IS_WRAPPED, True)  # hooks run around the wrapped step alone
-    # GradScaler asks for the signature in every step: stored here, it is not computed again.
-    setattr(step, "__signature__", inspect.signature(step))  # noqa: B010
 
     def flush(self) -> None:
         """Step on what the window holds so far, normalised by its weights; not if it is empty.
@@ -407,34 +360,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         Example:
             >>> opt.zero_grad()
         """
-        engine, parameters = self._engine, self._engine.tensors.parameters()
-        if engine.state.in_grad:
-            move_out_of_grad(engine, parameters)
-        if len(LEAVING) > engine.leaves:
-            move_others_out_of_grad(engine, parameters)
-        engine.forget_evidence()
-        if engine.state.other_pass is not None:
-            engine.update(other_pass=None)
-        ours = (
-            [] if engine.tensors.is_parameters else parameters
-        )  # the wrapped one has only masters
-        clear, may_leave = self.optimizer.zero_grad, not set_to_none
-        if getattr(clear, "__func__", None) is Optimizer.zero_grad:
-            if not (set_to_none and all(map(is_none, map(grad_of, parameters)))):
-                clear(set_to_none)
-        elif engine.state.micro_batches:  # the wrapped one may clear more than `.grad`
-            ours = parameters
-        else:
-            clear(**takes(clear, set_to_none=set_to_none))
-            may_leave = True
-        if not set_to_none:
-            for parameter in ours:
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.detach().zero_()
-        if engine.state.consumed.seen or ours or may_leave:
-            left = [] if ours and set_to_none else grads_of(parameters)
-            used = ConsumedGrads() if all(map(is_none, left)) else ConsumedGrads().after(left)
-            engine.commit(engine.state._replace(consumed=used), ours if set_to_none else ())
+        zero_grad(self._engine, set_to_none)
 
     @property
     def stepped(self) -> bool:
@@ -604,3 +530,20 @@ class AccumulatingOptimizer(OptimizerProxy):
             fields.append(f"synchronize={self.synchronize!r}")
         fields.append(f"{self._engine.state.micro_batches}/{self.window} micro-batches")
         return f"{type(self).__name__}({self.optimizer!r}, {', '.join(fields)})"
+
+
+def _takes_scale(self: AccumulatingOptimizer) -> bool:
+    """Return True, so that GradScaler always calls `step`, after it has set `grad_scale` and
+    `found_inf`. A `grad_scale` left by a step that did not begin is removed, because GradScaler
+    would multiply it into the next one."""
+    if "found_inf" in vars(self):
+        vars(self).pop("grad_scale", None)
+    return True
+
+
+# Attributes that torch looks up, under names that are not public.
+_step = AccumulatingOptimizer.step
+setattr(AccumulatingOptimizer, TAKES_SCALE, property(_takes_scale))
+setattr(_step, STEP_IS_WRAPPED, True)  # hooks run around the wrapped step alone
+# GradScaler asks for the signature in every step: stored here, it is not computed again.
+setattr(_step, "__signature__", inspect.signature(_step))  # noqa: B010

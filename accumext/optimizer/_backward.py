@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from accumext.master_weights import params_of
 from accumext.ops.any_tensors import scale_
-from accumext.optimizer._closures import refuse_without_closure
 from accumext.optimizer._collecting import Collecting, Lookup
 from accumext.optimizer._engine import ALIVE, LEAVING, Engine, explain
 from accumext.optimizer._grads import (
@@ -24,14 +23,13 @@ from accumext.optimizer._grads import (
     clear_grads,
     fresh,
     grad_of,
-    grads_of,
     is_none,
     present,
     set_grads,
 )
 from accumext.optimizer._ledger import Ledger
-from accumext.optimizer._looking import raise_nonfinite
-from accumext.optimizer._other_passes import part_from_others, run_beside_others, scale_of_pending
+from accumext.optimizer._other_passes import part_from_others, run_beside_others
+from accumext.optimizer._pending import clear_consumed
 from accumext.optimizer._reducer import Sending, send_in_backward
 from accumext.optimizer._scaler import current_scale, scale_for
 from accumext.optimizer._settings import OP, check_weight
@@ -49,12 +47,15 @@ from accumext.tensors.checks import fail_type, fail_value, type_name
 from accumext.tensors.kinds import HALF_DTYPES, versions
 from accumext.tensors.scalars import Scalar, divide, equals, on_device
 
-UNWEIGHTED: Final = 1.0  # the default weight: this object, which needs no check
+_BACKWARD = f"{OP}.backward"
+# The default weight: this object, which needs no check. Not a literal, which modules may share.
+UNWEIGHTED: Final = float("1")
 _ONE: Scalar = 1.0
 
 
-def check_loss_and_weight(op: str, loss: object, weight: object) -> Scalar:
+def check_loss_and_weight(loss: object, weight: object) -> Scalar:
     """Raise unless the loss has one element and a graph; return the checked weight."""
+    op = _BACKWARD
     if not isinstance(loss, Tensor):
         fail_type(op, "loss", "be a tensor", type_name(loss))
     if loss.numel() != 1:
@@ -74,9 +75,12 @@ class BackwardPass(NamedTuple):
     retain_graph: bool | None = None
     create_graph: bool = False
     inputs: tuple[Tensor | GradientEdge, ...] | None = None  # if given, only these get a gradient
+    scale: Scalar = 1.0  # the loss scale
+    pending: Sequence[Tensor | None] = ()  # gradients of a pass of the user's, for this micro-batch
 
-    def check_options(self, op: str) -> None:
+    def check_options(self) -> None:
         """Raise for options that autograd would refuse, before it has written any gradient."""
+        op = _BACKWARD
         for name, kinds, contract in _OPTIONS:
             if not isinstance(getattr(self, name), kinds):
                 fail_type(op, name, contract, type_name(getattr(self, name)))
@@ -126,25 +130,28 @@ _OPTIONS = (
 def run_backward(
     engine: Engine,
     proxy: Optimizer,  # the AccumulatingOptimizer, by which the user's scaler may know it
-    op: str,
     call: BackwardPass,
 ) -> None:
-    """Scale the loss, run its backward pass and add its gradients to the open window."""
+    """Scale the loss, run its backward pass and add its gradients to the open window.
+
+    In one of three ways: `_into_grad` for a window of one, whose gradients stay in `.grad`;
+    `_into_sums`, the main road, where autograd adds to the sums; `_apart` where it must not.
+    """
     loss, settings, state = call.loss, engine.settings, engine.state
     window, inside = state.window, state.micro_batch
+    # The only cases in which this call is refused.
     if settings.needs_closure or state.sending is not None or window.phase is Phase.SUMMED:
-        engine.refuse(op)
-        refuse_without_closure(op, engine)
-    scale = _ONE
+        engine.refuse(_BACKWARD)
     if settings.scaler is not None:
-        scale = scale_for(op, settings.scaler, loss, proxy, engine.optimizer)
-    if engine.reducer.base_weight is not None:
-        engine.reducer.begin(op, engine)
+        scale = scale_for(_BACKWARD, settings.scaler, loss, proxy, engine.optimizer)
+        call = call._replace(scale=scale)
+    if engine.reducer.sharded:
+        engine.reducer.begin(_BACKWARD, engine)
     if inside is not None:
-        _check_weight_inside(op, inside, call.weight)
+        _check_weight_inside(inside, call.weight)
     stays = settings.window == 1 and inside is None and engine.keeps_in_grad
     if call.create_graph and not stays:
-        _refuse_graph(op)
+        _refuse_graph()
     if engine.watch is not None:
         engine.watch.see_loss(engine, loss)
     first = inside is None or inside.weight is None  # pass of its micro-batch
@@ -157,67 +164,52 @@ def run_backward(
     parameters = list(chain.from_iterable(map(params_of, engine.optimizer.param_groups)))
     if not engine.tensors.is_parameters:
         parameters = engine.tensors.parameters()
-    pending: Sequence[Tensor | None] = ()
     if window.phase is not Phase.IN_GRAD:
         if GONE or len(LEAVING) > engine.leaves:
-            part_from_others(op, engine, parameters)
+            part_from_others(_BACKWARD, engine, parameters)
         if not all(map(is_none, map(grad_of, parameters))):
-            pending = clear_consumed(op, engine, parameters, inside is not None)
+            pending = clear_consumed(_BACKWARD, engine, parameters, inside is not None)
+            call = call._replace(pending=pending)
     if stays:
-        _into_grad(engine, op, call, scale, parameters, pending)
+        _into_grad(engine, call, parameters)
         return
     known = window.parameters
     if len(known) != len(parameters) or not all(map(is_, known, parameters)):
         move_out_of_grad(engine, parameters)
-    looks = window.ledger.micro_batches == 0 and engine.reducer.base_weight is None
+    looks = window.ledger.micro_batches == 0 and not engine.reducer.sharded
     watch = engine.watch if looks else None
     before = () if watch is None else versions(parameters)
     if not first:  # as the first part of the micro-batch
         apart = inside is not None and inside.part is not None
     else:
-        special = loss.dtype in HALF_DTYPES or call.weight is not window.ledger.base_weight
-        cannot = special and _cannot_carry(engine, loss, call.weight)
-        apart = cannot or settings.policy.apart
+        # Usually false, which spares the call: full precision, and the same weight each time.
+        may_not = loss.dtype in HALF_DTYPES or call.weight is not window.ledger.base_weight
+        cannot = may_not and _cannot_carry(engine, loss, call.weight)
+        apart = cannot or engine.policy.apart
     backward = _apart if apart else _into_sums
-    backward(engine, op, call, scale, parameters, pending)
+    backward(engine, call, parameters)
     if watch is not None:
         watch.see_backward(engine, parameters, before)
 
 
-def _refuse_graph(op: str) -> NoReturn:
+def _refuse_graph() -> NoReturn:
     """Raise for `create_graph`, if the gradients do not stay in `.grad`."""
     contract = "be False unless gradients stay in `.grad`, with window=1 and one backward pass"
     advice = "For a loss of gradients: torch.autograd.grad(loss, inputs, create_graph=True)"
-    fail_value(op, "create_graph", contract, True, advice)
+    fail_value(_BACKWARD, "create_graph", contract, True, advice)
 
 
-def clear_consumed(
-    op: str, engine: Engine, parameters: Sequence[Tensor], inside: bool
-) -> Sequence[Tensor | None]:
-    """Remove from `.grad` the gradients that steps have used, except inside a micro-batch. Return
-    the remaining ones: autograd adds to them, so they become part of the next micro-batch."""
-    grads = grads_of(parameters)
-    pending = fresh(parameters, engine.state.consumed, new=not inside)
-    if not inside:
-        for parameter, grad, mine in zip(parameters, grads, pending, strict=True):
-            if mine is not grad:
-                parameter.grad = None
-    if engine.state.earlier_scale is not None:
-        scale_of_pending(op, engine)
-    return () if all(map(is_none, pending)) else pending
-
-
-def _check_weight_inside(op: str, micro_batch: OpenMicroBatch, weight: Scalar) -> None:
+def _check_weight_inside(micro_batch: OpenMicroBatch, weight: Scalar) -> None:
     """Raise unless all calls in a micro-batch have one weight, as far as the host can see."""
     first = weight if micro_batch.weight is None else micro_batch.weight
     if not (on_device(first) or on_device(weight) or first == weight):
-        fail_value(op, "weight", f"be that of the whole micro-batch, {first:g}", weight)
+        fail_value(_BACKWARD, "weight", f"be that of the whole micro-batch, {first:g}", weight)
 
 
 def _cannot_carry(engine: Engine, loss: Tensor, weight: Scalar) -> bool:
     """Tell whether the loss cannot be multiplied by its weight. Weight 0 must give 0 even for a NaN
     gradient, and a loss of half precision would round the weight."""
-    if engine.reducer.base_weight is not None:  # losses of shards must be multiplied
+    if engine.reducer.sharded:  # losses of shards must be multiplied
         return False
     if equals(weight, 0.0):
         return True
@@ -227,27 +219,21 @@ def _cannot_carry(engine: Engine, loss: Tensor, weight: Scalar) -> bool:
     return on_device(base) or on_device(weight) or base != weight
 
 
-def _into_grad(
-    engine: Engine,
-    op: str,
-    call: BackwardPass,
-    scale: Scalar,
-    parameters: list[Tensor],
-    pending: Sequence[Tensor | None],
-) -> None:
+def _into_grad(engine: Engine, call: BackwardPass, parameters: list[Tensor]) -> None:
     """Run the only pass of a window of one: autograd leaves its gradients in `.grad`."""
-    ledger, ratio = Ledger().with_micro_batch(call.weight, scale, engine.reducer.base_weight)
+    scale, base = call.scale, engine.reducer.base_weight
+    ledger, ratio = Ledger().with_micro_batch(call.weight, scale, base)
     nothing = equals(ratio, 0.0)
     try:
-        if pending and not nothing:
-            scale_(present(pending), ratio)
+        if call.pending and not nothing:
+            scale_(present(call.pending), ratio)
         call.run(engine, scale if nothing else scale * ratio, _plain_grad)
         grads = list(map(grad_of, parameters))
         if nothing:  # a product with 0 would keep NaN
             grads = [None if g is None else torch.zeros_like(g).detach() for g in grads]
             set_grads(parameters, grads)
-        if engine.settings.policy.raises:
-            raise_nonfinite(engine, op, grads, call.weight)
+        if engine.policy.check is not None:
+            engine.policy.check(engine, _BACKWARD, grads, call.weight)
         if not engine.leaves:
             LEAVING[id(engine)], engine.leaves = engine, True
         window = Window((), grads, ledger, Phase.IN_GRAD)
@@ -264,20 +250,13 @@ def _plain_grad(parameter: Tensor) -> Tensor | None:
     return grad if grad is not None and grad.dtype == parameter.dtype and is_plain(grad) else None
 
 
-def _into_sums(
-    engine: Engine,
-    op: str,
-    call: BackwardPass,
-    scale: Scalar,
-    parameters: list[Tensor],
-    pending: Sequence[Tensor | None],
-) -> None:
+def _into_sums(engine: Engine, call: BackwardPass, parameters: list[Tensor]) -> None:
     """Run a pass whose loss is multiplied by weight and loss scale, so that autograd can add to the
     sums. If it fails, the window is dropped, and the exception says so."""
     before, sending, weight = engine.state, None, call.weight
     window, inside = before.window, before.micro_batch
     if engine.settings.reduce_in_backward:
-        sending = send_in_backward(op, engine, window, weight)
+        sending = send_in_backward(_BACKWARD, engine, window, weight)
         engine.update(sending=sending)
     try:
         if inside is not None and inside.weight is not None:
@@ -286,11 +265,11 @@ def _into_sums(
             base = engine.reducer.base_weight
             if weight is not window.ledger.base_weight and base is None:
                 window = enlarge_base(window, weight)
-            ledger, ratio = window.ledger.with_micro_batch(weight, scale, base)
+            ledger, ratio = window.ledger.with_micro_batch(weight, call.scale, base)
             window = window._replace(ledger=ledger, norm=None)
             if inside is not None:
                 inside = inside._replace(weight=weight, ratio=ratio)
-        window = _run_pass(engine, op, window, call, ratio, pending, sending)
+        window = _run_pass(engine, window, call, ratio, sending)
         engine.update(
             window=window, micro_batch=inside, sending=sending, accumulated=True,
             through_backward=True,
@@ -301,29 +280,28 @@ def _into_sums(
         if inside is not None:  # a loop that catches this gets an error when the micro-batch ends
             engine.update(micro_batch=OpenMicroBatch(failed=True))
         if before.micro_batches:
-            explain(error, f"{OP}.backward: the open window was dropped: it had been added to")
+            explain(error, _BACKWARD, "it had been added to")
         raise
 
 
 def _run_pass(
     engine: Engine,
-    op: str,
     window: Window,
     call: BackwardPass,
     ratio: Scalar,
-    pending: Sequence[Tensor | None],  # gradients of a pass of the user's, for this micro-batch
     sending: Sending | None = None,
 ) -> Window:
     """Return the window with the gradients of a loss added, times the ratio. Autograd adds them to
     the sums, which are in `.grad` meanwhile, or `Collecting` does if autograd cannot."""
     parameters, base_scale = window.parameters, window.ledger.base_scale
-    if pending:
-        factor = ratio * divide(base_scale, current_scale(op, engine.settings.scaler))
-        here = engine.tensors.send(list(pending))()
+    if call.pending:
+        factor = ratio * divide(base_scale, current_scale(_BACKWARD, engine.settings.scaler))
+        here = engine.tensors.send(list(call.pending))()
         window = adding(window, here, factor).run([])._replace(norm=None)
     factor = ratio * base_scale
     if sending is not None or not window.autograd_adds:
-        return Collecting(engine, op, window, sending).run(partial(call.run, engine), factor)
+        collecting = Collecting(engine, _BACKWARD, window, sending)
+        return collecting.run(partial(call.run, engine), factor)
     for parameter, main in zip(parameters, window.sums):
         parameter.grad = main
     call.run(engine, factor, _plain_grad)
@@ -335,32 +313,25 @@ def _run_pass(
     return window
 
 
-def _apart(
-    engine: Engine,
-    op: str,
-    call: BackwardPass,
-    scale: Scalar,
-    parameters: list[Tensor],
-    pending: Sequence[Tensor | None],
-) -> None:
+def _apart(engine: Engine, call: BackwardPass, parameters: list[Tensor]) -> None:
     """Run a pass whose gradients are not added to the sums by autograd, but checked first, or
     multiplied by their weight. Inside a micro-batch they are summed in its `part`."""
-    carried, micro_batch, base = _ONE, engine.state.micro_batch, engine.reducer.base_weight
+    micro_batch, base, ratio = engine.state.micro_batch, engine.reducer.base_weight, _ONE
     if base is not None:
-        _, carried = engine.state.window.ledger.with_micro_batch(call.weight, scale, base)
+        _, ratio = engine.state.window.ledger.with_micro_batch(call.weight, call.scale, base)
     try:
         if micro_batch is None:
-            scale_(present(pending), carried)
-            call.run(engine, scale * carried)
+            scale_(present(call.pending), ratio)
+            call.run(engine, call.scale * ratio)
             grads = fresh(parameters, engine.state.consumed)
             with torch.no_grad():
                 add_micro_batch(
-                    engine, op, parameters, grads, call.weight, scale,
-                    accumulated=True, carried=base is not None,
+                    engine, _BACKWARD, parameters, grads, call.weight, call.scale,
+                    accumulated=True, base=base,
                 )  # fmt: skip
             return
-        part = micro_batch.part or Window(ledger=Ledger(base_scale=scale))
-        part = _run_pass(engine, op, part.of(parameters), call, carried, pending)
+        part = micro_batch.part or Window(ledger=Ledger(base_scale=call.scale))
+        part = _run_pass(engine, part.of(parameters), call, ratio)
         engine.update(micro_batch=micro_batch._replace(weight=call.weight, part=part))
     except BaseException:
         clear_grads(parameters)

@@ -13,13 +13,11 @@ from torch.optim import Optimizer
 from accumext.ops.any_tensors import global_norm
 from accumext.optimizer._engine import Engine
 from accumext.optimizer._grads import fresh, grads_of, present, set_grads
-from accumext.optimizer._looking import raise_nonfinite
 from accumext.optimizer._other_passes import pass_over
 from accumext.optimizer._report import WindowReport
+from accumext.optimizer._step_watch import StepWatch
 from accumext.optimizer._window import NO_WINDOW
-from accumext.optimizer._window_step import StepWatch
 from accumext.tensors import checks
-from accumext.tensors.checks import message
 from accumext.tensors.kinds import nonfinite, zero_flag
 from accumext.tensors.scalars import equals, to_host_if_free
 from accumext.tensors.torch_private import takes_scale
@@ -31,14 +29,6 @@ def refuse_closure(op: str, closure: object) -> NoReturn:
     checks.fail_type(op, "closure", "be a function or None", checks.type_name(closure), advice)
 
 
-def refuse_without_closure(op: str, engine: Engine) -> None:
-    """Raise for gradients computed outside a closure, if the optimizer needs a closure."""
-    if engine.settings.needs_closure:
-        kind = type(engine.optimizer).__name__
-        advice = "Call loss.backward() in the closure, and opt.step(closure)"
-        raise RuntimeError(message(op, "the optimizer", "step without a closure", kind, advice))
-
-
 def may_hand_through(engine: Engine, proxy: Optimizer) -> bool:
     """Tell whether the wrapped optimizer may call the closure itself, whenever it likes.
 
@@ -46,7 +36,7 @@ def may_hand_through(engine: Engine, proxy: Optimizer) -> bool:
     """
     settings = engine.settings
     return (
-        engine.keeps_at_once
+        engine.next_is_all
         and engine.tensors.is_parameters
         and settings.max_norm is None
         and settings.scaler is None
@@ -147,8 +137,8 @@ class _Evaluation:
         norm = global_norm(present(grads), norm_type=settings.norm_type, found_inf=found_inf)
         self._seen.append(norm)
         if bool(found_inf) and not self.watch.has_moved():
-            if settings.policy.raises:
-                raise_nonfinite(engine, self._op, grads, 1.0)
+            if engine.policy.check is not None:
+                engine.policy.check(engine, self._op, grads, 1.0)
             culprits = [there[i] for i in nonfinite(present(grads))]
             raise _AbortStep(value, lambda: self.conclude(culprits))
         return value
@@ -160,7 +150,7 @@ class _Evaluation:
         if self.watch.has_moved():
             self.watch.write()
         norm = self._seen[0] if self._seen else zero_flag(parameters[0].device)
-        counted = int(culprits is None or not engine.settings.policy.leaves_out)
+        counted = int(culprits is None or not engine.policy.leaves_out)
         report = WindowReport(
             skipped=float(culprits is not None),
             total_norm=to_host_if_free(norm),

@@ -1,5 +1,5 @@
-"""Gradients that are added while a backward pass runs: those of half precision, to free their
-memory, and those of a window that is being sent."""
+"""Gradients that autograd cannot add to the sums: those of half precision, added after the backward
+pass or, to free their memory, while it runs; and those of a window that is sent meanwhile."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from accumext.optimizer._engine import Engine
 from accumext.optimizer._grads import clear_grads, grads_of, is_none, set_grads
 from accumext.optimizer._reducer import Sending
-from accumext.optimizer._sums import adding, adopt, is_plain, made
+from accumext.optimizer._sums import adding, adopt, is_plain, with_sum
 from accumext.optimizer._window import Window
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import HALF_DTYPES
@@ -80,7 +80,7 @@ class Collecting:
                 self._engine.settings.accumulate_in_backward and parameter.dtype in HALF_DTYPES
             ):
                 return None
-            self._window, main = made(self._window, index)
+            self._window, main = with_sum(self._window, index)
         return main if is_plain(main) and main.device == parameter.device else None
 
     def _take(self, indices: list[int]) -> None:

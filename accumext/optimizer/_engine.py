@@ -6,11 +6,11 @@ import atexit
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from threading import get_ident
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch.distributed as dist
@@ -19,18 +19,18 @@ from torch.optim import Optimizer
 
 from accumext.master_weights import SteppedTensors
 from accumext.ops.wgrad_fusion import MainGrads
-from accumext.optimizer._grads import clear_grads, is_none, note_gone, present
-from accumext.optimizer._ledger import Ledger
+from accumext.optimizer._grads import clear_grads, is_none, note_gone
 from accumext.optimizer._report import Name
 from accumext.optimizer._settings import OP, Settings
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
 from accumext.tensors.checks import message, users_level
-from accumext.tensors.kinds import HALF_DTYPES, Group, nonfinite
+from accumext.tensors.kinds import HALF_DTYPES, Group
 from accumext.tensors.scalars import Scalar
 
 ALIVE: WeakValueDictionary[int, Engine] = WeakValueDictionary()  # by id
 
-# Engines whose `backward` has left gradients in `.grad`, which others of these parameters must see.
+# Engines whose `backward` has ever left gradients in `.grad`, which others of these parameters must
+# see: `len(LEAVING) > engine.leaves` asks whether there is one besides this engine.
 LEAVING: WeakValueDictionary[int, Engine] = WeakValueDictionary()
 
 
@@ -58,7 +58,8 @@ def _warn_at_exit() -> None:
 
 
 # The methods that cannot be called in a phase, and the error: the contract of the call, what it
-# got, and the advice.
+# got, and the advice. "take": `step`, `flush` or the end of `micro_batch()` finds gradients of the
+# user's own passes in `.grad`.
 _SENT = (
     {"backward", "accumulate", "micro_batch", "take", "accumulation_state_dict", "__getstate__"},
     (
@@ -75,13 +76,33 @@ _REFUSED: dict[Phase, tuple[set[str], tuple[str, ...]]] = {
     Phase.SENDING: _SENT,
     Phase.SUMMED: _SENT,
 }
+_ADDS = {"backward", "accumulate", "micro_batch"}
+
+
+class Policy(NamedTuple):
+    """What an inf or NaN in a micro-batch does, as `on_nonfinite` says."""
+
+    # Takes (window, gradients, weight, loss scale, base of the weights, flag of a check). Returns a
+    # function of a list, which adds them as a micro-batch: each kernel appends its norm to the list
+    # as it runs. Called with the list again, after an exception, it runs the remaining kernels.
+    adding: Callable[..., Callable[[list[Tensor]], Window]]
+    # Returns a window of phase IN_GRAD with sums of its own, for these parameters.
+    out_of_grad: Callable[[Window, Sequence[Tensor]], Window]
+    # Returns a window whose only micro-batch was in `.grad`, with `Ledger.counted`: 1, or 0 if the
+    # micro-batch is not finite.
+    counted: Callable[[Window], Window] | None = None
+    # Raises for a micro-batch that may not be added: (engine, op, gradients, weight, base).
+    check: Callable[..., None] | None = None
+    apart: bool = False  # a micro-batch is checked before it is added, in a second set of gradients
+    leaves_out: bool = False  # one that is not finite counts nowhere
 
 
 class Reducer(ABC):
     """Sums the window over processes. Methods that only one subclass needs do nothing here."""
 
     group: Group | None = None  # processes that the window is summed over
-    base_weight: Scalar | None = None  # of shards: losses are multiplied by weight / base_weight
+    sharded = False  # FSDP holds gradients; losses are multiplied by weight / base_weight
+    base_weight: Scalar | None = None  # None unless sharded
     checked: tuple[Settings, Tensor] | None = None  # settings found equal everywhere; as numbers
 
     @property
@@ -138,6 +159,7 @@ class Engine:
         optimizer: Optimizer,
         settings: Settings,
         target: SteppedTensors,
+        policy: Policy,
         reducer: Reducer,
         watch: Any,
     ) -> None:
@@ -145,6 +167,7 @@ class Engine:
         self.tensors = target  # what it steps on
         self.state = State()
         self.settings = settings
+        self.policy = policy
         self.reducer = reducer
         reducer.share(settings.process_group)
         self.warned = set[str]()  # topics of warnings that were given
@@ -226,24 +249,23 @@ class Engine:
             state.sending.buckets.abandon()
 
     def refuse(self, op: str, method: str | None = None) -> None:
-        """Raise if a method cannot be called in the phase of the window."""
+        """Raise if a method cannot be called in the phase of the window, or adds gradients for an
+        optimizer that needs a closure."""
         method = method or op.rpartition(".")[2]
         for phase in self.state.phases():
             methods, sentence = _REFUSED.get(phase, ((), ()))
             if method in methods:
                 raise RuntimeError(message(op, "the call", *sentence))
+        if self.settings.needs_closure and method in _ADDS:
+            kind = type(self.optimizer).__name__
+            advice = "Call loss.backward() in the closure, and opt.step(closure)"
+            raise RuntimeError(message(op, "the optimizer", "step without a closure", kind, advice))
 
     def window_out_of_grad(self) -> Window:
-        """Return the open window with sums of its own, also if they are in `.grad`."""
-        window, parameters = self.state.window, self.tensors.parameters()
-        out = window.out_of_grad(parameters)
-        if not (self.state.in_grad and self.settings.policy.leaves_out):
-            return out
-        ledger = window.ledger
-        if nonfinite(present(out.sums)):  # the micro-batch is not finite, so it counts nowhere
-            left = Ledger(ledger.micro_batches, 0.0, loss_scale=ledger.loss_scale, found_inf=1.0)
-            return Window(ledger=left, unreduced=window.unreduced)
-        return out._replace(ledger=ledger._replace(counted=1.0))
+        """Return the open window with its sums in `sums`, which may share memory with `.grad`."""
+        out = self.state.window.out_of_grad(self.tensors.parameters())
+        counted = self.policy.counted
+        return out if counted is None or not self.state.in_grad else counted(out)
 
     def forget_evidence(self) -> None:
         """Note that gradients change: the last report must not look for inf or NaN in them."""
@@ -264,7 +286,7 @@ class Engine:
         return {p: name for several in lists for p, name in zip(several, names, strict=True)}
 
     @property
-    def keeps_at_once(self) -> bool:
+    def next_is_all(self) -> bool:
         """True if the next micro-batch is all that the window will hold."""
         one = self.settings.window == 1 and self.reducer.group is None
         return one and not self.state.window.ledger.micro_batches
@@ -272,12 +294,12 @@ class Engine:
     @property
     def keeps_in_grad(self) -> bool:
         """True if the next micro-batch stays in `.grad`, where the optimizer finds it."""
-        return self.tensors.is_parameters and self.keeps_at_once
+        return self.tensors.is_parameters and self.next_is_all
 
     def expects_sum(self, parameter: Tensor) -> bool:
         """Tell whether the next backward pass adds to an existing sum of this parameter."""
         settings = self.settings
-        if self.settings.policy.apart or settings.needs_closure:
+        if self.policy.apart or settings.needs_closure:
             return False
         if settings.accumulate_in_backward and parameter.dtype in HALF_DTYPES:
             return True  # the float32 sum is created when it is asked for
@@ -322,10 +344,11 @@ class Engine:
 _DROPPED = "the open window was dropped"
 
 
-def explain(error: BaseException, note: str) -> None:
-    """Add a note to an exception that says what has become of the window, unless it has one."""
+def explain(error: BaseException, op: str, why: str) -> None:
+    """Add a note to an exception that the window was dropped, and why, unless it has one."""
     if any(_DROPPED in said for said in getattr(error, "__notes__", ())):
         return
+    note = f"{op}: {_DROPPED}: {why}"
     if hasattr(error, "add_note"):
         error.add_note(note)
     elif isinstance(error, Exception):  # Python 3.10 has no notes; Ctrl-C is raised unchanged

@@ -67,7 +67,7 @@ class InPlace:
             multiply([], self._tensors, divide(1.0, self._factor))
 
 
-class Sums(NamedTuple):
+class Operands(NamedTuple):
     """The sums of a window as operands of operators."""
 
     grads: Sequence[Tensor | None]  # by parameter
@@ -78,7 +78,7 @@ class Sums(NamedTuple):
     dtype: torch.dtype  # of their norm
 
     @classmethod
-    def in_window(cls, window: Window, in_grads: Sequence[Tensor | None]) -> Sums:
+    def in_window(cls, window: Window, in_grads: Sequence[Tensor | None]) -> Operands:
         """Return the sums of a window that is in the order of the parameters. `in_grads` are the
         gradients in `.grad`, used if those are the sums."""
         in_grad = window.phase is Phase.IN_GRAD
@@ -120,7 +120,7 @@ class Sums(NamedTuple):
 
 
 def measure(
-    sums: Sums,
+    sums: Operands,
     window: Window,
     settings: Settings,
     in_place: InPlace,
@@ -129,8 +129,9 @@ def measure(
     divides: bool,  # whether it may divide gradients of any kind
 ) -> tuple[StepFactors, torch.dtype]:
     """Find the norm, the clip coefficient, the factor and whether to skip, in at most one read of
-    the gradients. Without clipping, the factor does not depend on the norm, and the same pass
-    multiplies by it. Returns also the dtype of the norm."""
+    the gradients, or up to four if powers of their elements overflow. Without clipping, the factor
+    does not depend on the norm, and the same pass multiplies by it. Returns also the norm's dtype.
+    """
     quotient, norm_type = window.ledger.quotient(settings.reduction), settings.norm_type
     norm, overflow, normalised = None, None, False
     plain = norm_type == 2.0 and sums.one_call and bool(sums.tensors)
@@ -164,7 +165,8 @@ def measure(
         found, skip = factors.norm, factors.skip
         if factors.inverse is not None and (on_device(skip) or not skip):
             return factors, dtype
-        if math.isfinite(found) or not retries or (overflow is not None and overflow):
+        broken = overflow is not None and overflow  # an element is inf or NaN
+        if math.isfinite(found) or not retries or broken:
             return factors, dtype
         # Powers of the elements may have overflowed: try again with a multiple of the gradient.
         retries -= 1
@@ -192,7 +194,7 @@ def _multiplies(quotient: Quotient) -> bool:
 
 
 def _normalised(
-    sums: Sums, quotient: Quotient, norm_type: float, in_place: InPlace | None = None
+    sums: Operands, quotient: Quotient, norm_type: float, in_place: InPlace | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the norm of the normalised gradient, and a flag that is not 0 if an element is not
     finite. With `in_place` the same pass multiplies the sums."""
@@ -204,7 +206,7 @@ def _normalised(
     return sums.norm(norm_type, number, flag), flag
 
 
-def _rescaled(sums: Sums, factor: Scalar, norm_type: float) -> tuple[Tensor, Tensor]:
+def _rescaled(sums: Operands, factor: Scalar, norm_type: float) -> tuple[Tensor, Tensor]:
     """Return the same in float64, after powers of the elements have overflowed: the norm of the
     gradient divided by its largest element, times that. It reads twice, and waits for the device.
     """
@@ -217,7 +219,7 @@ def _rescaled(sums: Sums, factor: Scalar, norm_type: float) -> tuple[Tensor, Ten
 
 
 def form(
-    sums: Sums,
+    sums: Operands,
     factors: StepFactors,
     dtype: torch.dtype,  # of their norm
     in_place: InPlace,

@@ -67,12 +67,12 @@ class ConsumedGrads(NamedTuple):
     # may copy them into other buckets and set `.grad` to those: then only values identify them.
     in_buckets: Sequence[Tensor | None] = ()
 
+    @staticmethod
     def after(
-        self,
         grads: Sequence[Tensor | None],  # in `.grad` now
         ours: Sequence[bool] = (),  # whether the wrapper's backward computed the step's gradient
     ) -> ConsumedGrads:
-        """Return a record of these gradients as used. Earlier used-up ones were cleared before."""
+        """Return a record of these gradients as used, in place of any earlier record."""
         weakly = [None if grad is None else ref(grad) for grad in grads]
         known = [grad if mine else None for grad, mine in zip(grads, ours)]
         buckets = (

@@ -29,7 +29,7 @@ class Ledger(NamedTuple):
     | `of_all` | how many count on all processes, once the window is summed over them |
     | `weight` | the sum of the weights that count |
     | `base_weight` | the weight with factor 1 in the sums; None while all weights were zero |
-    | `base_scale` | the loss scale that the sums carry: that of the first micro-batch |
+    | `base_scale` | the loss scale that the sums carry: that of the first with a nonzero weight |
     | `loss_scale` | the loss scale of the latest micro-batch |
     | `found_inf` | 1 if an inf or NaN was found in a gradient before it was added |
     """
@@ -114,9 +114,9 @@ _UNSCALED: Scalar = 1.0
 
 
 class Quotient(NamedTuple):
-    """`base_weight / weight / base_scale`."""
+    """`base_weight / weight / base_scale`, of which the host has divided what it knows."""
 
-    base_weight: Scalar = 1.0
+    numerator: Scalar = 1.0  # base_weight, divided by what is not among the following two
     weight: Tensor | None = None  # if it is 0, as if nothing counts, the value is 0
     base_scale: Scalar = _UNSCALED
 
@@ -164,17 +164,19 @@ def step_factors(
         numbers,
         flags,
         [] if norm is not None else sums,
-        norm,
-        unit=base if device_base is None else 1.0,
-        device_unit=device_base,
-        weight=None if weight is None else sent(weight, device),
-        scale=None if scale is _UNSCALED else as_tensor(scale, wide, device),
-        max_norm=max_norm,
-        normalised=normalised,
-        checks_norm=checks_norm,
-        overflow=overflow,
-        found_inf=None if found_inf is _NOT_FOUND else as_tensor(found_inf, wide, device),
-        finite=None if counted is None else as_tensor(counted, wide, device),
+        [
+            norm,
+            overflow,
+            device_base,
+            None if weight is None else sent(weight, device),
+            None if scale is _UNSCALED else as_tensor(scale, wide, device),
+            None if found_inf is _NOT_FOUND else as_tensor(found_inf, wide, device),
+            None if counted is None else as_tensor(counted, wide, device),
+        ],
+        base if device_base is None else 1.0,
+        max_norm,
+        normalised,
+        checks_norm,
     )
     if scalars.on_host(numbers):
         (total, clip_coef, factor), (_, skip, anything) = numbers.tolist(), flags.tolist()

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from accumext.distributed import no_sync
-from accumext.optimizer._backward import clear_consumed
 from accumext.optimizer._engine import Engine, explain
 from accumext.optimizer._grads import clear_grads, clear_these, fresh, is_none
 from accumext.optimizer._other_passes import forget_parts, part_from_others, scale_of_pending
+from accumext.optimizer._pending import clear_consumed
 from accumext.optimizer._sums import add_micro_batch, adding, move_out_of_grad
 from accumext.optimizer._window import OpenMicroBatch
 from accumext.tensors.checks import message
@@ -46,7 +46,7 @@ def open_micro_batch(op: str, engine: Engine, model: nn.Module | None) -> Iterat
             if added and state.sending is None:
                 engine.drop()
                 if before:
-                    explain(error, f"{op}: the open window was dropped: it had been added to")
+                    explain(error, op, "it had been added to")
             engine.update(micro_batch=None)
             raise
 
@@ -64,7 +64,8 @@ def _close(op: str, engine: Engine, unreduced: bool) -> None:
     part_from_others(op, engine, parameters)
     weight, part = micro_batch.weight, micro_batch.part
     grads = fresh(parameters, engine.state.consumed)  # of passes that were not the wrapper's
-    left, scale = not all(map(is_none, grads)), _ONE
+    left = not all(map(is_none, grads))
+    scale: Scalar = 1.0  # of `grads`
     if left or part is not None:
         engine.refuse(op, "take")
     if left:
@@ -79,9 +80,6 @@ def _close(op: str, engine: Engine, unreduced: bool) -> None:
     elif weight is not None or not left:
         engine.update(window=window, micro_batch=None)
         return
-    carried = engine.reducer.base_weight is not None and weight is not None
+    base = None if weight is None else engine.reducer.base_weight
     count = 1.0 if weight is None else weight
-    add_micro_batch(engine, op, parameters, grads, count, scale, accumulated=True, carried=carried)
-
-
-_ONE: Scalar = 1.0
+    add_micro_batch(engine, op, parameters, grads, count, scale, accumulated=True, base=base)

@@ -222,7 +222,7 @@ def take_other_pass(op: str, engine: Engine, made: OtherPass, weight: Scalar | N
     Args:
         weight: what the micro-batch counts; None: its weight in the other wrapper.
     """
-    if made.several or made.partly or engine.reducer.base_weight is not None:
+    if made.several or made.partly or engine.reducer.sharded:
         contract, got = "hold new gradients", "those of another AccumulatingOptimizer's backward"
         advice = "Run loss.backward() for both, and accumulate(weight) of each"
         if made.partly:

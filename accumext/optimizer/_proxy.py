@@ -48,7 +48,6 @@ class OptimizerProxy(Optimizer, ABC):
     param_groups = _forwarded("param_groups")
     state = _forwarded("state")
     defaults = _forwarded("defaults")
-    vars().update((name, _forwarded(name)) for name in HOOK_ATTRIBUTES)
 
     @abstractmethod
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -82,3 +81,7 @@ class OptimizerProxy(Optimizer, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+
+
+for _name in HOOK_ATTRIBUTES:
+    setattr(OptimizerProxy, _name, _forwarded(_name))

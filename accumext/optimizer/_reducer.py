@@ -68,7 +68,7 @@ class Shards(Reducer):
     """Processes that `fully_shard` splits parameters over. FSDP averages gradients over them. If
     there is also a process group, the window is summed over it as by `Replicas`."""
 
-    shared = True
+    shared = sharded = True
 
     def __init__(self, window: ShardedWindow) -> None:
         self._window, self.base_weight = window, window.unit
@@ -129,7 +129,7 @@ class Shards(Reducer):
         except BaseException as error:
             engine.drop()
             set_grads(parameters, before)
-            explain(error, f"{op}: the open window was dropped: it was being reduced")
+            explain(error, op, "it was being reduced")
             raise
 
     def drop(self) -> None:
@@ -162,7 +162,7 @@ class Shards(Reducer):
         except BaseException as error:
             engine.drop()
             if before:
-                explain(error, f"{op}: the open window was dropped: FSDP holds it in one sum")
+                explain(error, op, "FSDP holds it in one sum")
             raise
 
 
@@ -199,13 +199,13 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
         return True
     if sending is None:
         window = engine.window_out_of_grad()
-        if engine.settings.policy.leaves_out and window.ledger.counted is None:
+        if engine.policy.leaves_out and window.ledger.counted is None:
             count = float(window.ledger.micro_batches)
             window = window._replace(ledger=window.ledger._replace(counted=count))
         sending = _send(reducer, op, engine, window, window.ledger, flushing)
         if not sending.agreed.any_open:
             return False
-        if reducer.base_weight is not None:
+        if reducer.sharded:
             reducer.agreed(sending.agreed)
             reducer.collect(op, engine)
             window = engine.state.window
@@ -230,7 +230,7 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
         )
         engine.update(window=window)
     except BaseException as error:
-        explain(error, f"{op}: the open window was dropped: it was being summed over all processes")
+        explain(error, op, "it was being summed over all processes")
         raise
     return True
 

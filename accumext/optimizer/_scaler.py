@@ -1,6 +1,6 @@
 """Loss scales: of the optimizer's own GradScaler, and of one that calls its step.
 
-The only file that knows how `torch.amp.GradScaler` works inside.
+The only file of this package that reads or writes what a `torch.amp.GradScaler` keeps inside.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def refuse_unscaled(op: str, scaler: GradScaler | None, *optimizers: object) -> 
 def begin_update(
     op: str, scaler: GradScaler | None, proxy: object, optimizer: object, device: torch.device
 ) -> object:
-    """Return the argument of `update`. A scaler without a scale, as in a copy, creates one."""
+    """Check that the scaler can be updated after the step. A scaler without a scale, as in a copy,
+    creates one. Returns its dict of optimizers, which `scaler.update()` replaces: while the scaler
+    has this dict, it is not updated yet."""
     if scaler is None:
         return None
     states = optimizer_states(scaler)
@@ -146,6 +148,6 @@ def refuse_outer_scale(op: str, got: str, advice: str | None = None) -> NoReturn
 
 
 def forget_scale(attributes: dict[str, Any]) -> None:
-    """Remove what GradScaler, or this package in its place, sets on an optimizer for one step."""
+    """Remove what GradScaler sets on an optimizer for one step."""
     for name in ("grad_scale", "found_inf"):
         attributes.pop(name, None)

@@ -21,21 +21,6 @@ from accumext.tensors.scalars import Scalar, on_device
 OP = "AccumulatingOptimizer"
 
 
-class Policy(NamedTuple):
-    """What an inf or NaN does."""
-
-    apart: bool = False  # micro-batches are checked before they are added, in a second set
-    leaves_out: bool = False  # micro-batches that are not finite count nowhere
-    raises: bool = False  # a micro-batch that is not finite is an error
-
-
-_POLICIES: dict[str, Policy] = {
-    "skip_window": Policy(),
-    "skip_micro_batch": Policy(apart=True, leaves_out=True),
-    "raise": Policy(apart=True, raises=True),
-}
-
-
 class Settings(NamedTuple):
     """The settings of one optimizer. Assigning one replaces the tuple."""
 
@@ -51,7 +36,6 @@ class Settings(NamedTuple):
     synchronize: checks.Synchronize
     needs_closure: bool  # whether the wrapped `step` cannot be called without one
     names_closure: bool  # whether it takes one by name alone
-    policy: Policy  # of `on_nonfinite`
 
 
 # Arguments of which only the type is checked.
@@ -96,7 +80,6 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
         **given,
         needs_closure=needs_closure,
         names_closure=closure is not None and closure.kind is closure.KEYWORD_ONLY,
-        policy=_POLICIES[given["on_nonfinite"]],
     )
     refuse_prepared(OP, optimizer)
     _refuse_conflicts(settings, optimizer)
@@ -106,6 +89,7 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
 def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
     """Raise for settings that conflict with each other, the optimizer or its parameters."""
     policy = settings.on_nonfinite
+    looks_first = policy != "skip_window"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     apart = any(map(is_dtensor, parameters)) or len({p.device for p in parameters}) > 1
     if policy == "skip_micro_batch" and apart:  # one device must have all gradients to drop them
@@ -114,7 +98,7 @@ def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
     looks = f"on_nonfinite={policy!r}, which looks at whole micro-batches first"
     closure = f"{type(optimizer).__name__}, which needs a closure"
     for applies, needed, reason, advice in (
-        (settings.policy.apart, _LOOKS_FIRST, looks, None),
+        (looks_first, _LOOKS_FIRST, looks, None),
         (settings.synchronize == "window", _ONCE_PER_WINDOW, "synchronize='window'", None),
         (settings.needs_closure, _NEEDS_CLOSURE, closure, None),
         (has_own_gradients(optimizer), _WITHOUT_WINDOW, *PER_SAMPLE),

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from functools import partial, wraps
 from itertools import chain
 from operator import is_
-from threading import get_ident
 from typing import Any
 
 import torch
@@ -15,23 +14,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from accumext.master_weights import params_of
-from accumext.optimizer._accelerate import refuse_second_accumulation, tell_of_a_skipped_step
+from accumext.optimizer._accelerate import tell_of_a_skipped_step
 from accumext.optimizer._closures import (
     may_hand_through,
     refuse_closure,
     step_with_closure,
 )  # fmt: skip
 from accumext.optimizer._engine import ALIVE, LEAVING, Engine
-from accumext.optimizer._grads import GONE, fresh, grad_of, grads_of, is_none
-from accumext.optimizer._ledger import Ledger
-from accumext.optimizer._looking import raise_nonfinite
+from accumext.optimizer._grads import GONE, grad_of, grads_of, is_none
 from accumext.optimizer._other_passes import (
     note_scale,
     own_is_pending,
     part_from_others,
     pass_over,
-    scale_of_pending,
 )  # fmt: skip
+from accumext.optimizer._pending import take_pending
 from accumext.optimizer._scaler import (
     OuterScale,
     begin_update,
@@ -40,13 +37,12 @@ from accumext.optimizer._scaler import (
     refuse_outer_scale,
     refuse_unscaled,
 )  # fmt: skip
-from accumext.optimizer._sums import add_micro_batch
 from accumext.optimizer._window import NO_WINDOW, Phase
 from accumext.optimizer._window_step import step_on_window
-from accumext.optimizer._wrong_loops import warn_of_another_step, warn_of_skip, warn_of_unscaled
+from accumext.optimizer._wrong_loops import warn_of_another_step, warn_of_skip
 from accumext.tensors.kinds import versions
 from accumext.tensors.scalars import known_number
-from accumext.tensors.torch_private import not_compiled, record_function, set_grad_enabled
+from accumext.tensors.torch_private import record_function, set_grad_enabled
 
 
 def run_step(
@@ -95,7 +91,7 @@ def run_step(
             take_pending(engine, op, parameters, outer)
         if engine.state.window.ledger.micro_batches >= settings.window:
             result = close_window(engine, proxy, op, parameters, kwargs, enabled, closure)
-        elif settings.window == 1 and not pending and engine.keeps_at_once:
+        elif settings.window == 1 and not pending and engine.next_is_all:
             # The optimizer runs its hooks, as it would without the wrapper.
             result = engine.tensors.followed(optimizer.step)(**kwargs)
         if outer is not None and not _took_a_step(engine):
@@ -134,44 +130,6 @@ def flush(engine: Engine, proxy: Optimizer, op: str) -> None:
         close_window(engine, proxy, op, parameters, {}, enabled, flushing=True)
 
 
-@not_compiled  # torch.compile cannot trace it, and is to compile only the wrapped step
-def take_pending(
-    engine: Engine, op: str, parameters: list[Tensor], outer: OuterScale | None, new: bool = False
-) -> None:
-    """Add the gradients that a backward pass of the user left in `.grad` as one micro-batch.
-
-    Args:
-        new: only gradients that no step has used.
-    """
-    settings, engine.thread = engine.settings, get_ident()
-    pending = fresh(parameters, engine.state.consumed, new=new)
-    if all(map(is_none, pending)):
-        return
-    engine.forget_evidence()
-    if engine.state.sending is not None or engine.state.window.phase is Phase.SUMMED:
-        engine.refuse(op, "take")
-    if engine.state.through_backward:
-        engine.update(through_backward=False)
-        if settings.scaler is not None:
-            warn_of_unscaled(engine)
-    engine.reducer.begin(op, engine)
-    if settings.window > 1 and engine.state.micro_batches == 0:
-        refuse_second_accumulation(op, settings.window)
-    scale, found_inf = (scale_of_pending(op, engine), None) if outer is None else outer
-    if not engine.keeps_in_grad:
-        add_micro_batch(engine, op, parameters, pending, 1.0, scale, found_inf=found_inf)
-        return
-    if settings.policy.raises:
-        raise_nonfinite(engine, op, pending, 1.0)
-    for parameter, grad in zip(parameters, pending, strict=True):  # clear used-up gradients
-        if grad is None:
-            parameter.grad = None
-    if settings.policy.leaves_out:  # the step itself checks the gradient
-        found_inf = None
-    ledger, _ = Ledger().with_micro_batch(1.0, scale, found_inf=found_inf)
-    engine.update(window=NO_WINDOW._replace(ledger=ledger, phase=Phase.IN_GRAD))
-
-
 def _took_a_step(engine: Engine) -> bool:
     """Tell whether the last `step` has stepped, as far as the host knows."""
     last = engine.state.last
@@ -198,7 +156,7 @@ def close_window(
     op: str,
     parameters: list[Tensor],  # those of the window's gradients
     kwargs: dict[str, Any],  # of the wrapped step
-    records: bool = False,  # whether gradients are enabled for the wrapped step, as for its caller
+    enabled: bool = False,  # whether gradients are enabled for the wrapped step, as for its caller
     closure: object = None,  # evaluated before; the wrapped step does not get it
     flushing: bool = False,
 ) -> Any:
@@ -213,7 +171,7 @@ def close_window(
         if settings.scaler is not None and len(ALIVE) > 1:
             note_scale(op, engine)
         result, skipped = step_on_window(
-            engine, proxy, op, parameters, kwargs, records, begun, closure
+            engine, proxy, op, parameters, kwargs, enabled, begun, closure
         )
     if skipped:
         warn_of_skip(engine, proxy)

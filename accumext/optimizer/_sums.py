@@ -1,9 +1,9 @@
-"""The sums of a window: the only place where gradients are added and multiplied."""
+"""The sums of a window: additions to them, planned before they run, and how they leave `.grad`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from accumext import ops
-from accumext.ops.any_tensors import (
-    group_by_device,
-    scale_,
-)
+from accumext.ops.any_tensors import group_by_device, scale_
 from accumext.optimizer._engine import Engine
 from accumext.optimizer._grads import grads_of, is_none, present
-from accumext.optimizer._looking import adding_if_finite, raise_nonfinite
 from accumext.optimizer._settings import OP
 from accumext.optimizer._window import Window
 from accumext.tensors import scalars
@@ -32,11 +28,7 @@ from accumext.tensors.kinds import (
     main_dtypes,
 )
 from accumext.tensors.scalars import Scalar, divide, equals, to_device
-from accumext.tensors.torch_private import (
-    not_compiled,
-    record_function,
-    storage_users,
-)
+from accumext.tensors.torch_private import not_compiled, record_function, storage_users
 
 _bytes_of = attrgetter("nbytes")
 _requires_grad = attrgetter("requires_grad")
@@ -44,19 +36,7 @@ _storage_of = methodcaller("untyped_storage")
 _bytes_of_storage = methodcaller("nbytes")
 
 
-# Counting
-
-
-def count_in(
-    window: Window,
-    weight: Scalar,
-    scale: Scalar,
-    base: Scalar | None = None,
-    found_inf: Scalar | None = None,
-) -> tuple[Window, Scalar]:
-    """Count a micro-batch as `Ledger.with_micro_batch` does."""
-    ledger, ratio = window.ledger.with_micro_batch(weight, scale, base, found_inf)
-    return window._replace(ledger=ledger, norm=None), ratio
+# Adding
 
 
 def enlarge_base(window: Window, weight: Scalar) -> Window:
@@ -66,9 +46,6 @@ def enlarge_base(window: Window, weight: Scalar) -> Window:
         return window
     scale_(present(window.sums), factor)
     return window._replace(ledger=ledger, norm=None)
-
-
-# Adding
 
 
 class Addition(NamedTuple):
@@ -123,6 +100,20 @@ def adding(window: Window, grads: Sequence[Tensor | None], factor: Scalar) -> Ad
     whole = len(calls) == 1 and len(targets) == len(every) and not any_dtensor(every)
     norm = norm if len(first) == len(every) else None
     return Addition(window._replace(sums=new, norm=norm), calls, factor, whole)
+
+
+def adding_weighted(
+    window: Window,
+    grads: Sequence[Tensor | None],
+    weight: Scalar,
+    scale: Scalar,
+    base: Scalar | None = None,
+    found_inf: Scalar | None = None,
+) -> Callable[[list[Tensor]], Window]:
+    """Plan to count a micro-batch, as `Ledger.with_micro_batch` does, and to add its gradients."""
+    ledger, ratio = window.ledger.with_micro_batch(weight, scale, base, found_inf)
+    factor = (ratio if base is None else 1.0) * divide(ledger.base_scale, scale)
+    return adding(window._replace(ledger=ledger, norm=None), grads, factor).run
 
 
 def _take(
@@ -198,7 +189,7 @@ def is_plain(main: Tensor) -> bool:
     return fit_one_call([main]) and not main.requires_grad
 
 
-def made(window: Window, index: int) -> tuple[Window, Tensor]:
+def with_sum(window: Window, index: int) -> tuple[Window, Tensor]:
     """Return the sum of a parameter, created as zeros if it had none, and the window with it."""
     main = window.sums[index]
     if main is None:
@@ -219,14 +210,14 @@ def move_out_of_grad(engine: Engine, parameters: Sequence[Tensor]) -> None:
         if (aligned := window.of(parameters)) is not window:
             engine.update(window=aligned)
         return
-    grads, ledger = grads_of(parameters), window.ledger
     with torch.no_grad():
-        if engine.settings.policy.leaves_out:
-            start = Window(unreduced=window.unreduced).of(parameters)
-            out = adding_if_finite(start, grads, ledger.weight, ledger.base_scale)([])
-        else:
-            out = adding(window.opened(parameters), grads, 1.0).run([])
+        out = engine.policy.out_of_grad(window, parameters)
     engine.commit(state._replace(window=out), parameters)
+
+
+def summed_out_of_grad(window: Window, parameters: Sequence[Tensor]) -> Window:
+    """Return a window of phase IN_GRAD with the gradients in `.grad` as sums of its own."""
+    return adding(window.opened(parameters), grads_of(parameters), 1.0).run([])
 
 
 def add_micro_batch(
@@ -238,26 +229,21 @@ def add_micro_batch(
     scale: Scalar,  # loss scale that they are multiplied with
     *,
     found_inf: Scalar | None = None,  # an outer GradScaler's flag for them, if there is one
-    accumulated: bool = False,  # whether an outer GradScaler comes too late after this
-    carried: bool = False,  # whether the loss was multiplied by its weight, too
+    accumulated: bool = False,  # whether an outer GradScaler cannot have seen them
+    base: Scalar | None = None,  # if given, the loss was multiplied by `weight / base`, too
 ) -> None:
     """Add one micro-batch to the window and empty `.grad`; after an exception both or neither.
 
     In no_grad. Consumed gradients go, too: the window may have taken the same tensor as a sum.
     """
-    if engine.settings.policy.raises:
-        raise_nonfinite(engine, op, grads, weight, carried)
+    policy = engine.policy
+    if policy.check is not None:
+        policy.check(engine, op, grads, weight, base)
     move_out_of_grad(engine, parameters)
     before, norms = engine.state, list[Tensor]()  # a norm says that the kernel has run
     with record_function("accumext::accumulate"):
         here = engine.tensors.send(grads)()
-        if engine.settings.policy.leaves_out:
-            run = adding_if_finite(before.window, here, weight, scale)
-        else:
-            base = engine.reducer.base_weight if carried else None
-            window, ratio = count_in(before.window, weight, scale, base, found_inf)
-            factor = (1.0 if carried else ratio) * divide(window.ledger.base_scale, scale)
-            run = adding(window, here, factor).run
+        run = policy.adding(before.window, here, weight, scale, base, found_inf)
 
         def rest() -> None:
             state = before._replace(window=run(norms), micro_batch=None, other_pass=None)

@@ -19,8 +19,7 @@ from accumext.tensors.scalars import Scalar
 class Phase(Enum):
     """The phase of a window. `_engine._REFUSED` lists the methods that it forbids."""
 
-    EMPTY = auto()
-    OPEN = auto()  # its sums are tensors of its own
+    OPEN = auto()  # its sums are tensors of its own; it may be empty
     IN_GRAD = auto()  # its sums are the tensors in `.grad`, whoever writes them: a window of one
     INSIDE = auto()  # the call is inside `micro_batch()`
     SENDING = auto()  # its sums are being sent to other processes
@@ -60,7 +59,8 @@ class Window(NamedTuple):
         return self._replace(phase=Phase.OPEN, sums=(), parameters=()).of(parameters)
 
     def out_of_grad(self, parameters: Sequence[Tensor]) -> Window:
-        """Return the window with sums of its own: in phase IN_GRAD, the gradients in `.grad`."""
+        """Return the window with its sums in `sums`. Those of phase IN_GRAD share memory with the
+        gradients in `.grad`, if they have the dtype of a sum."""
         if self.phase is not Phase.IN_GRAD:
             return self.of(parameters)
         pairs = zip(parameters, grads_of(parameters), strict=True)
@@ -101,7 +101,7 @@ class OtherPass(NamedTuple):
 
 
 class State(NamedTuple):
-    """Everything that changes from call to call."""
+    """What calls change, but for warnings that were given and what the reducer knows of others."""
 
     window: Window = NO_WINDOW
     consumed: ConsumedGrads = ConsumedGrads()  # gradients a step has used and left in `.grad`
@@ -109,13 +109,12 @@ class State(NamedTuple):
     sending: Any = None  # the `Sending` of a window that is being summed over processes
     last: WindowReport | None = None
     stepped: bool = False
-    accumulated: bool = False  # since the last step: an outer GradScaler comes too late
+    accumulated: bool = False  # since the last step, before an outer GradScaler could see
     through_backward: bool = False  # the latest micro-batch came through `backward`
     saved: int = 0  # micro-batches of the window that a checkpoint, or the copied optimizer, holds
     other_pass: OtherPass | None = None  # that this optimizer has not added
-    earlier_scale: tuple[ConsumedGrads, Scalar] | None = (
-        None  # the loss scale of gradients in `.grad`, see `note_scale`
-    )
+    # Gradients that wait in `.grad`, and their loss scale if it is not the present one.
+    earlier_scale: tuple[ConsumedGrads, Scalar] | None = None
 
     @property
     def micro_batches(self) -> int:
@@ -130,8 +129,4 @@ class State(NamedTuple):
     def phases(self) -> list[Phase]:
         """Return the phases of the window: one, and INSIDE before it inside `micro_batch()`."""
         found = [] if self.micro_batch is None else [Phase.INSIDE]
-        if self.sending is not None:
-            return [*found, Phase.SENDING]
-        if self.micro_batches == 0 and self.window.phase is Phase.OPEN:
-            return [*found, Phase.EMPTY]
-        return [*found, self.window.phase]
+        return [*found, self.window.phase if self.sending is None else Phase.SENDING]

@@ -11,81 +11,30 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accumext.master_weights import Rounding
 from accumext.optimizer._engine import Engine
-from accumext.optimizer._gradient import UNDIVIDED, InPlace, Sums, form, measure, to_host
+from accumext.optimizer._gradient import UNDIVIDED, InPlace, Operands, form, measure, to_host
 from accumext.optimizer._grads import grad_of, grads_of, present, set_grads
 from accumext.optimizer._ledger import Ledger, Quotient, StepFactors, step_factors
 from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
+from accumext.optimizer._step_watch import StepWatch
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import any_dtensor, nonfinite, versions
 from accumext.tensors.scalars import Scalar, as_tensor, equals
-from accumext.tensors.torch_private import (
-    STEP_POST_HOOKS,
-    TAKES_SCALE,
-    not_compiled,
-    set_grad_enabled,
-    write_count,
-)
-
-
-class StepWatch:
-    """Tells, after an exception, whether an optimizer has written parameters.
-
-    Versions of tensors tell, except after torch's fused kernels and writes through `.data`, which
-    do not raise them. So a post-hook, the first of all, notes that the step itself has ended. If an
-    optimizer runs no hooks, only versions tell.
-    """
-
-    def __init__(self, parameters: list[Tensor], rounding: Rounding | None = None) -> None:
-        self._parameters = parameters
-        try:
-            self._before: list[int | None] = list(map(write_count, parameters))
-        except RuntimeError:  # an inference tensor among them
-            self._before = versions(parameters)
-        self.rounding = rounding  # of masters into parameters, before post-hooks read the model
-        self._ended = False
-
-    def has_moved(self) -> bool:
-        """Tell whether any parameter may have changed."""
-        return self._ended or versions(self._parameters) != self._before
-
-    def write(self) -> None:
-        """Round masters that have been stepped on into the parameters."""
-        if self.rounding is not None:
-            self.rounding.write()
-
-    def begin(self, optimizer: Optimizer) -> None:
-        """Register the post-hook that notes the end of the step, before all others."""
-        hooks = getattr(optimizer, STEP_POST_HOOKS, None)
-        if hooks is not None:
-            hooks[id(self)] = self._end
-            hooks.move_to_end(id(self), last=False)
-
-    def end(self, optimizer: Optimizer) -> None:
-        """Remove the hook."""
-        hooks = getattr(optimizer, STEP_POST_HOOKS, None)
-        if hooks is not None:
-            hooks.pop(id(self), None)
-
-    def _end(self, *args: object) -> None:
-        self._ended = True
-        if self.rounding is not None:
-            self.rounding.write()
+from accumext.tensors.torch_private import TAKES_SCALE, not_compiled, set_grad_enabled
 
 
 class StepPlan(NamedTuple):
     """What a step on a window will do. When it is made, only gradients may have changed."""
 
     window: Window
-    sums: Sums
+    sums: Operands
     factors: StepFactors
     dtype: torch.dtype  # of the norm
     grads: Sequence[Tensor | None]  # as the optimizer is to see them
     divisor: Scalar  # by which it is to divide them
-    skip: Scalar | None  # a flag on a device, not 0 if no step may be taken; None: the host knows
+    device_skip: Scalar | None  # a device's flag, not 0 if no step may be taken; None: see `skips`
     skips: bool  # the host knows that there is no step
     found_inf: Scalar  # for the scaler
     fused: bool  # the optimizer divides, and may be told by a device not to step
@@ -101,7 +50,7 @@ def _plan(
 ) -> StepPlan:
     """Measure and form the gradient of the open window."""
     settings, window = engine.settings, engine.state.window.of(parameters)
-    sums = Sums.in_window(window, before)
+    sums = Operands.in_window(window, before)
     divides = getattr(engine.optimizer, TAKES_SCALE, False)
     fused = divides and not any_dtensor(sums.tensors)
     factors, dtype = measure(sums, window, settings, in_place, stepped_on, fused, divides)
@@ -114,7 +63,7 @@ def _plan(
         if rounded and not fused:
             skip = to_host(skip)
     unknown, skips = (None, bool(skip)) if known else (skip, False)
-    if skips and settings.policy.raises:
+    if skips and engine.policy.check is not None:
         names = named(_names_of(engine, parameters, sums, nonfinite(present(grads))))
         got = f"inf or NaN in {names}" if names else "a norm that is not"
         advice = "Call opt.discard() to drop the window"
@@ -123,6 +72,7 @@ def _plan(
 
 
 def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
+    """Return 1 if the flag is not 0 or the norm is not finite, else 0."""
     ledger = Ledger() if equals(flag, 0.0) else Ledger(found_inf=flag)
     return step_factors(
         ledger, Quotient(), None, device=norm.device, sums=[], norm=norm,
@@ -130,7 +80,7 @@ def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
     ).found_inf  # fmt: skip
 
 
-class _Around:
+class _GuardedStep:
     """All that precedes and follows the wrapped step on a window. After any exception, all of it is
     done or undone."""
 
@@ -138,7 +88,7 @@ class _Around:
         self, engine: Engine, proxy: Optimizer, op: str, parameters: list[Tensor], begun: object
     ) -> None:
         self._engine, self._proxy, self._op, self._parameters = engine, proxy, op, parameters
-        self._begun = begun  # the argument of the scaler's `update`
+        self._begun = begun  # what `begin_update` returned
         self._stepped_on = parameters
         if not engine.tensors.is_parameters:
             engine.tensors.follow_parameters()
@@ -158,7 +108,7 @@ class _Around:
         )
         if plan.skips:
             return False
-        skip, divisor = plan.skip, plan.divisor
+        skip, divisor = plan.device_skip, plan.divisor
         if plan.grads is not plan.sums.grads or not plan.sums.in_grad:  # not in `.grad` already
             self._lent = plan.grads
             for parameter, grad in zip(stepped_on, self._lent, strict=True):
@@ -189,7 +139,7 @@ class _Around:
             stepped=True, accumulated=False,
         )  # fmt: skip
         self._closed = engine.state
-        if engine.reducer.base_weight is not None:
+        if engine.reducer.sharded:
             engine.reducer.closed()
         if engine.settings.scaler is not None:
             update(
@@ -237,7 +187,7 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: StepPlan) -> Win
     ledger, factors = plan.window.ledger, plan.factors
     counted = ledger.micro_batches if ledger.counted is None else ledger.counted
     report = WindowReport(
-        float(plan.skips) if plan.skip is None else plan.skip,
+        float(plan.skips) if plan.device_skip is None else plan.device_skip,
         factors.norm,
         factors.clip_coef,
         ledger.loss_scale,
@@ -245,9 +195,9 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: StepPlan) -> Win
         counted if ledger.of_all is None else ledger.of_all,
         plan.dtype,
         plan.sums.device,
-        empty_if_skipped=plan.sums.in_grad and engine.settings.policy.leaves_out,
+        empty_if_skipped=plan.sums.in_grad and engine.policy.leaves_out,
     )
-    if plan.skip is not None:  # parameters with an inf or NaN are looked for when somebody asks
+    if plan.device_skip is not None:  # parameters are looked for when somebody asks for names
         report.evidence = plan.sums.tensors, partial(_names_of, engine, parameters, plan.sums)
     elif plan.skips or plan.window.left_out:
         bad = nonfinite(present(plan.grads)) if plan.skips else []
@@ -259,7 +209,7 @@ def _report(engine: Engine, parameters: Sequence[Tensor], plan: StepPlan) -> Win
 
 
 def _names_of(
-    engine: Engine, parameters: Sequence[Tensor], sums: Sums, indices: Sequence[int]
+    engine: Engine, parameters: Sequence[Tensor], sums: Operands, indices: Sequence[int]
 ) -> list[Name]:
     """Return the names of parameters by index among those that have a gradient."""
     there = [p for p, grad in zip(parameters, sums.grads, strict=True) if grad is not None]
@@ -299,17 +249,17 @@ def step_on_window(
     op: str,
     parameters: list[Tensor],  # those of the window's gradients
     kwargs: dict[str, Any],  # of the wrapped step
-    records: bool,  # whether gradients are enabled for the wrapped step, as they are for its caller
-    begun: object,  # the argument of the scaler's `update`
+    enabled: bool,  # whether gradients are enabled for the wrapped step, as they are for its caller
+    begun: object,  # what `begin_update` returned
     closure: object,  # evaluated before; the wrapped step does not get it
 ) -> tuple[Any, bool]:
     """Step on the open window, and start the next. Returns also whether the host knows that there
     was no step."""
     summed = engine.state.window.phase is not Phase.IN_GRAD
-    around, result = _Around(engine, proxy, op, parameters, begun), None
+    around, result = _GuardedStep(engine, proxy, op, parameters, begun), None
     try:
         if around.begin():
-            set_grad_enabled(records)
+            set_grad_enabled(enabled)
             result = engine.optimizer.step(**kwargs)
             set_grad_enabled(False)
         around.finish()

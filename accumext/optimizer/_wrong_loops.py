@@ -159,7 +159,7 @@ class Watch:
         if self._windows == _WINDOWS:
             engine.watch = None
             return
-        watches = size > 1 and pending and engine.reducer.base_weight is None
+        watches = size > 1 and pending and not engine.reducer.sharded
         goes_on = not self._windows or self._factor is not None  # two factors are compared
         self._passes = _Passes(parameters) if watches and goes_on else None
 
@@ -204,7 +204,7 @@ class Watch:
         """Warn if all parameters were written between two micro-batches of the second window. In
         the first window, a loop may clamp parameters to a range for the first time."""
         held, self._held = self._held, None
-        if engine.reducer.base_weight is not None:  # sums of sharded parameters are collective
+        if engine.reducer.sharded:  # sums of sharded parameters are collective
             return
         written = held is not None and held.report is engine.state.last and held.all_written()
         if written and not others_of(engine):  # other optimizers may have stepped on them

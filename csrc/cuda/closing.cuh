@@ -8,25 +8,20 @@ namespace accumext::cuda {
 
 // The sources of the numbers of a window, and the memory for its factors.
 struct Closing {
-  Scalar unit, weight, scale, overflow, found_inf, finite;
+  WindowNumbers<Scalar> window;
   WindowRules rules;
   double* numbers = nullptr;  // [3]: norm, clip_coef, factor
   float* flags = nullptr;     // [3]: 1 / factor, skip, found_inf
 };
 
-// Called by one thread. finite: whether all main gradients are finite, as far as the caller knows.
+// Called by one thread. finite: whether all sums are finite, as far as the caller knows.
 __device__ inline void close_window(const Closing& closing, double norm, bool finite) {
-  const WindowFactors factors =
-      window_factors(norm, !finite || value(closing.overflow) != 0.0,
-                     {value(closing.unit), value(closing.weight), value(closing.scale),
-                      value(closing.found_inf), value(closing.finite)},
-                     closing.rules);
-  closing.numbers[0] = factors.norm;
-  closing.numbers[1] = factors.clip_coef;
-  closing.numbers[2] = factors.factor;
-  closing.flags[0] = static_cast<float>(1.0 / factors.factor);
-  closing.flags[1] = factors.skip ? 1.0f : 0.0f;
-  closing.flags[2] = factors.found_inf ? 1.0f : 0.0f;
+  const WindowNumbers<Scalar>& held = closing.window;
+  window_factors(norm, finite,
+                 {value(held.base_weight), value(held.weight), value(held.scale),
+                  value(held.overflow), value(held.found_inf), value(held.counted)},
+                 closing.rules)
+      .write(closing.numbers, closing.flags);
 }
 
 }  // namespace accumext::cuda

@@ -405,7 +405,7 @@ for _ in range(60):
 
 
 @contextlib.contextmanager
-def held_open(folder: Path):
+def descriptor_of(folder: Path):
     """Open a folder: while it is open, no new folder gets its inode number."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -421,7 +421,7 @@ def test_a_library_is_whole_or_absent_while_processes_replace_it(tmp_path):
     processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
     seen = 0
     while any(process.poll() is None for process in processes):
-        with contextlib.suppress(FileNotFoundError), held_open(folder) as descriptor:
+        with contextlib.suppress(FileNotFoundError), descriptor_of(folder) as descriptor:
             files = sorted(os.listdir(descriptor))
             if os.path.samestat(os.fstat(descriptor), folder.stat()):  # else it has been removed
                 assert files == ["library.so", "library.so.sha256"]

@@ -23,7 +23,7 @@ kernels = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 def test_the_operator(kernel, on_device):
     for case in CASES:
         numbers, flags = unwritten()
-        kernel(numbers, flags, [], number(case.norm), **operands(case, on_device))
+        kernel(numbers, flags, [], *operands(case, on_device))
         assert_factors(numbers, flags, case)
 
 
@@ -38,7 +38,7 @@ def test_the_operator_finds_the_norm(dtype, bad, kernel):
     norm = norm_of(tensors)
     case = Case(norm.item(), scale=3.0, max_norm=0.7, checks_norm=False, overflow=bad is not None)
     numbers, flags = unwritten()
-    kernel(numbers, flags, tensors, None, **operands(case, True) | {"overflow": None})
+    kernel(numbers, flags, tensors, *operands(case, True, norm=False))
     assert_factors(numbers, flags, case)
 
 
@@ -46,7 +46,7 @@ def called(case, quotient):
     """The factors as the optimizer asks for them."""
     found_inf = 0.0 if case.found_inf is None else case.found_inf
     return step_factors(
-        Ledger(found_inf=found_inf, counted=case.finite),
+        Ledger(found_inf=found_inf, counted=case.counted),
         quotient,
         case.max_norm,
         device=CPU,
@@ -60,7 +60,7 @@ def called(case, quotient):
 
 def test_on_the_host_all_are_numbers():
     for case in CASES:
-        factors = called(case, Quotient(case.unit, number(case.weight), case.scale))
+        factors = called(case, Quotient(case.base_weight, number(case.weight), case.scale))
         numbers, (_, *flags) = expected(case)
         assert factors.inverse is None
         assert not any(isinstance(value, torch.Tensor) for value in factors)
@@ -72,9 +72,9 @@ def test_on_the_host_all_are_numbers():
 @pytest.mark.parametrize("scale", [1.0, 3.0, number(3.0)], ids=["one", "three", "device"])
 @pytest.mark.parametrize("weight", [None, 5.0])
 def test_what_the_host_knows_stays_there(weight, scale, max_norm):
-    case = Case(unit=0.1, weight=weight, scale=float(scale), max_norm=max_norm)
+    case = Case(base_weight=0.1, weight=weight, scale=float(scale), max_norm=max_norm)
     with cpu_as_device():
-        factors = called(case, Quotient(case.unit, number(weight), scale))
+        factors = called(case, Quotient(case.base_weight, number(weight), scale))
     known = max_norm is None and weight is None and not isinstance(scale, torch.Tensor)
     assert isinstance(factors.factor, float) == known
     assert isinstance(factors.clip_coef, float) == (max_norm is None)

@@ -75,7 +75,7 @@ class Launches(TorchDispatchMode):
 
 def _own_kernels(name: str, args: tuple[object, ...]) -> int:
     if name == "window_factors":  # after the norm's own, or alone
-        return 1 if args[3] is not None else 2
+        return 1 if args[3][0] is not None else 2
     return OWN_KERNELS.get(name, 0)  # of the decoder: not counted here
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ class Case(NamedTuple):
     """The numbers that a window's step is found from; None: not given."""
 
     norm: float = 3.0
-    unit: float = 1.0
+    base_weight: float = 1.0
     weight: float | None = None
     scale: float = 1.0
     max_norm: float | None = None
@@ -22,19 +22,19 @@ class Case(NamedTuple):
     checks_norm: bool = True
     overflow: float | None = None
     found_inf: float | None = None
-    finite: float | None = None
+    counted: float | None = None
 
 
 # A third and a tenth show an operation that is rounded twice.
 CASES = [
-    Case(norm, unit, weight, scale, max_norm)
-    for norm, unit, weight, scale, max_norm in itertools.product(
+    Case(norm, base_weight, weight, scale, max_norm)
+    for norm, base_weight, weight, scale, max_norm in itertools.product(
         (0.0, 0.1, 7.3), (1.0, 0.1), (None, 3.0), (1.0, 3.0, 65536.0), (None, 0.0, 0.7, 1e9)
     )
 ]
 CASES += [
-    Case(max_norm=max_norm, overflow=overflow, found_inf=found_inf, finite=finite)
-    for max_norm, overflow, found_inf, finite in itertools.product(
+    Case(max_norm=max_norm, overflow=overflow, found_inf=found_inf, counted=counted)
+    for max_norm, overflow, found_inf, counted in itertools.product(
         (None, 0.7), (None, 0.0, 1.0), (None, 0.0, 1.0), (None, 0.0, 2.0)
     )
 ]
@@ -63,9 +63,9 @@ class Expected(NamedTuple):
 
 def expected(case: Case) -> Expected:
     """By the definition, in Python's floats."""
-    relative = case.unit
+    relative = case.base_weight
     if case.weight is not None:
-        relative = case.unit / case.weight if case.weight > 0.0 else 0.0
+        relative = case.base_weight / case.weight if case.weight > 0.0 else 0.0
     normaliser = _quotient(relative, case.scale)
     norm = case.norm if case.normalised else case.norm * normaliser
     coef = 1.0
@@ -76,7 +76,7 @@ def expected(case: Case) -> Expected:
     broken = bool(case.overflow) or not math.isfinite(normaliser)
     broken = broken or (case.checks_norm and not math.isfinite(case.norm))
     found = broken or bool(case.found_inf)
-    skip = found if case.finite is None else broken or case.finite == 0.0
+    skip = found if case.counted is None else broken or case.counted == 0.0
     return Expected([norm, coef, factor], [_quotient(1.0, factor), float(skip), float(found)])
 
 
@@ -89,20 +89,20 @@ def number(value: float | None, dtype: torch.dtype = torch.float64) -> Tensor | 
     return None if value is None else torch.tensor(value, dtype=dtype)
 
 
-def operands(case: Case, on_device: bool) -> dict[str, object]:
-    """The keywords of the operator; with `on_device` every number that may be is a tensor."""
-    return {
-        "unit": NAN if on_device else case.unit,
-        "device_unit": number(case.unit) if on_device else None,
-        "weight": number(case.weight),
-        "scale": number(case.scale, torch.float32) if on_device or case.scale != 1.0 else None,
-        "max_norm": case.max_norm,
-        "normalised": case.normalised,
-        "checks_norm": case.checks_norm,
-        "overflow": number(case.overflow, torch.float32),
-        "found_inf": number(case.found_inf, torch.float32),
-        "finite": number(case.finite),
-    }
+def operands(case: Case, on_device: bool, norm: bool = True) -> list[Any]:
+    """The arguments of the operator after the sums; with `on_device` every number that may be is a
+    tensor. Without `norm` the operator is to find it, and what overflows."""
+    ledger = [
+        number(case.norm) if norm else None,
+        number(case.overflow, torch.float32) if norm else None,
+        number(case.base_weight) if on_device else None,
+        number(case.weight),
+        number(case.scale, torch.float32) if on_device or case.scale != 1.0 else None,
+        number(case.found_inf, torch.float32),
+        number(case.counted),
+    ]
+    base_weight = NAN if on_device else case.base_weight
+    return [ledger, base_weight, case.max_norm, case.normalised, case.checks_norm]
 
 
 def unwritten() -> tuple[Tensor, Tensor]:

@@ -90,10 +90,10 @@ def lists(call: Lists) -> Case:
 
 def window_factors() -> None:
     case = window_cases.CASES[0]
-    for main_grads, norm in ([], window_cases.number(case.norm)), (tensors(FLOAT_DTYPES, 0), None):
+    for main_grads, norm in ([], True), (tensors(FLOAT_DTYPES, 0), False):
         numbers, flags = window_cases.unwritten()
-        options = window_cases.operands(case, True)
-        torch.ops.accumext.window_factors(numbers, flags, main_grads, norm, **options)
+        operands = window_cases.operands(case, True, norm)
+        torch.ops.accumext.window_factors(numbers, flags, main_grads, *operands)
 
 
 def heads(call: Callable[..., decoder_calls.Call], **options) -> Case:

@@ -1,4 +1,4 @@
-"""Micro-batches that are checked before they are added, as `on_nonfinite` asks."""
+"""What an inf or NaN does: the policies of `on_nonfinite`, two of which look before they add."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from accumext import ops
 from accumext.ops.any_tensors import global_norm
-from accumext.optimizer._engine import Engine
-from accumext.optimizer._grads import present
+from accumext.optimizer._engine import Engine, Policy
+from accumext.optimizer._grads import grads_of, present
+from accumext.optimizer._ledger import Ledger
 from accumext.optimizer._report import named
+from accumext.optimizer._sums import adding_weighted, summed_out_of_grad
 from accumext.optimizer._window import Window
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import dense_storages, main_dtypes, nonfinite, zero_flag
@@ -24,16 +26,16 @@ def raise_nonfinite(
     op: str,
     grads: Sequence[Tensor | None],  # by parameter
     weight: Scalar,
-    carried: bool = False,
+    base: Scalar | None = None,
 ) -> None:
     """Raise for a micro-batch that counts and is not finite, with the names of the parameters.
 
-    Gradients averaged over shards (`carried`) count on all processes, which check them together,
-    also if this process has weight zero.
+    Gradients averaged over shards, whose loss was multiplied by `weight / base`, count on all
+    processes, which check them together, also if this process has weight zero.
     """
     there = [i for i, grad in enumerate(grads) if grad is not None]
     found = present(grads)
-    if not found or (equals(weight, 0.0) and not carried):
+    if not found or (equals(weight, 0.0) and base is None):
         return
     found_inf = zero_flag(found[0].device)
     global_norm(found, norm_type=2.0, found_inf=found_inf)
@@ -45,11 +47,12 @@ def raise_nonfinite(
 
 
 def adding_if_finite(
-    window: Window, grads: Sequence[Tensor | None], weight: Scalar, scale: Scalar
+    window: Window, grads: Sequence[Tensor | None], weight: Scalar, scale: Scalar, *_: object
 ) -> Callable[[list[Tensor]], Window]:
-    """Return a function that adds a micro-batch if it is finite, else keeps the sums bit for bit.
+    """Plan to add a micro-batch if it is finite, and else to keep the sums bit for bit.
 
-    The base of the weights is 1: the weight of a dropped micro-batch must not scale the sums.
+    A new window's base of the weights is 1: the weight of a dropped micro-batch must not scale the
+    sums. A given base is ignored, since settings refuse shards, and a flag: the kernel looks.
     """
     ledger = window.ledger
     base = 1.0 if ledger.base_weight is None else ledger.base_weight
@@ -103,3 +106,26 @@ def adding_if_finite(
         return window._replace(ledger=after, sums=new, norm=None)
 
     return run
+
+
+def _out_of_grad_if_finite(window: Window, parameters: Sequence[Tensor]) -> Window:
+    ledger, start = window.ledger, Window(unreduced=window.unreduced).of(parameters)
+    return adding_if_finite(start, grads_of(parameters), ledger.weight, ledger.base_scale)([])
+
+
+def counted(window: Window) -> Window:
+    """Set `counted` of a window of one micro-batch: 1, or 0 and no sums if it is not finite."""
+    ledger = window.ledger
+    if nonfinite(present(window.sums)):
+        left = Ledger(ledger.micro_batches, 0.0, loss_scale=ledger.loss_scale, found_inf=1.0)
+        return Window(ledger=left, unreduced=window.unreduced)
+    return window._replace(ledger=ledger._replace(counted=1.0))
+
+
+POLICIES = {
+    "skip_window": Policy(adding_weighted, summed_out_of_grad),
+    "skip_micro_batch": Policy(
+        adding_if_finite, _out_of_grad_if_finite, counted=counted, apart=True, leaves_out=True
+    ),
+    "raise": Policy(adding_weighted, summed_out_of_grad, check=raise_nonfinite, apart=True),
+}

@@ -1,0 +1,237 @@
+"""Loops that are right, of which nothing is told."""
+
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import optimizer_oracle as oracle
+from support.optimizer_oracle import INF, loss_of, one_call
+from support.watched_loops import (
+    RATES,
+    Outer,
+    entropy,
+    inside_another,
+    quotient,
+    scheduled,
+    train,
+    unscaled_and_clipped,
+    warnings_of,
+)
+from torch import nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+
+class Accelerated(Outer):
+    """An optimizer that hands the step on, as Accelerate's does."""
+
+
+def inside_a_trainers(opt, model, x, number, scaler):
+    module = SimpleNamespace(AcceleratedOptimizer=Accelerated)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "accelerate.optimizer", module)
+        inside_another(opt, model, x, number, scaler, Accelerated)
+
+
+def unrolled(model, other, batch):
+    """Autograd adds the gradients of several uses in place."""
+    (loss_of(model, batch) + loss_of(model, batch + 1) + loss_of(model, batch + 2)).backward()
+
+
+def norm_is_logged(model, other, batch):
+    """Torch multiplies by 1."""
+    loss_of(model, batch).backward()
+    clip_grad_norm_(model.parameters(), INF)
+
+
+def zeros_are_left(model, other, batch):
+    model.zero_grad(set_to_none=False)
+    loss_of(model, batch).backward()
+
+
+def another_loss_reaches_it(model, other, batch):
+    """The generator's, after which the discriminator clears its gradients."""
+    model(other(batch)).sum().backward()
+    model.zero_grad()
+    loss_of(model, batch).backward()
+
+
+def several_losses(model, other, batch):
+    """Some parameters are in one of them alone."""
+    loss_of(model, batch).backward()
+    model[0](batch).sum().backward()
+
+
+def a_hook_doubles(model, other, batch):
+    handle = model[0].weight.register_hook(lambda grad: 2 * grad)
+    loss_of(model, batch).backward()
+    handle.remove()
+
+
+def in_ddp(model, other, batch):
+    """It writes the gradients that it has reduced."""
+    other.ddp = vars(other).get("ddp") or DistributedDataParallel(model)
+    loss_of(other.ddp, batch).backward()
+
+
+def of_ones_own(backward):
+    """A micro-batch of several passes, or of changed gradients."""
+
+    def body(opt, model, x, number, scaler):
+        other = vars(opt).setdefault("_other", nn.Linear(3, 3).double())
+        backward(model, other, x)
+        opt.step()
+        if backward is not zeros_are_left:
+            opt.zero_grad()
+
+    return body
+
+
+def usual(loop):
+    return lambda opt, model, x, number, scaler: oracle.run(opt, model, [x], loop, None, scaler)
+
+
+def in_two_parts(opt, model, x, number, scaler):
+    with opt.micro_batch():
+        for part in (x[:2], x[2:]):
+            opt.backward(loss_of(model, part) / 2)
+    opt.step()
+
+
+def of_a_summed_loss(model, x):
+    return functional.mse_loss(model(x), -x[:, :2], reduction="sum") / 2
+
+
+def every_other_micro_batch(opt, model, x, number, scaler):
+    if number % 2:
+        opt.backward(loss_of(model, x))
+    opt.step()
+
+
+def frozen(opt, model, x, number, scaler):
+    model.requires_grad_(False)
+    opt.step()
+
+
+@torch.no_grad()
+def swapped(opt, model, x, number, scaler):
+    """Averaged weights are evaluated between two micro-batches, and weights clamped."""
+    one_call(opt, loss_of_x(model, x))
+    before = [p.clone() for p in model.parameters()]
+    for p in model.parameters():
+        p.mul_(0.5)
+    for p, mine in zip(model.parameters(), before):
+        p.copy_(mine).clamp_(-100.0, 100.0)
+
+
+@torch.enable_grad()
+def loss_of_x(model, x):
+    return loss_of(model, x)
+
+
+@torch.no_grad()
+def clamped(opt, model, x, number, scaler):
+    """As the critic's weights of a Wasserstein GAN."""
+    one_call(opt, loss_of_x(model, x))
+    for p in model.parameters():
+        p.clamp_(-0.01, 0.01)
+
+
+@torch.no_grad()
+def trunk_of_another(opt, model, x, number, scaler):
+    """Another loss and optimizer train a part of the model."""
+    one_call(opt, loss_of_x(model, x))
+    for p in model[0].parameters():
+        p.add_(0.1)
+
+
+def flushed(opt, model, x, number, scaler):
+    one_call(opt, loss_of(model, x))
+    opt.flush()
+
+
+def renormed(opt, model, x, number, scaler):
+    """An embedding writes the rows that it looks up."""
+    rows = vars(opt).setdefault("_rows", nn.Embedding(5, 3, max_norm=1.0, dtype=torch.float64))
+    if number == 0:
+        opt.add_param_group({"params": rows.weight})
+    one_call(opt, loss_of(model, x * rows(torch.tensor(number % 5))))
+
+
+def decayed(opt, model, x, number, scaler):
+    one_call(opt, loss_of(model, x))
+    if opt.stepped:
+        opt.param_groups[0]["weight_decay"] += 0.1
+
+
+OWN = [in_ddp, unrolled, norm_is_logged, zeros_are_left, another_loss_reaches_it, several_losses]
+USUAL = [
+    one_call,
+    oracle.own_backward,
+    oracle.accumulated,
+    oracle.outer_scaler,
+    oracle.outer_scaler_unscaled,
+    oracle.in_parts,
+]
+RIGHT = {
+    **{backward.__name__: of_ones_own(backward) for backward in (*OWN, a_hook_doubles)},
+    **{loop.__name__: usual(loop) for loop in USUAL},
+    "half of a sum": quotient(lambda model, x: model(x).square().sum() / 2),
+    "half of a summed loss": quotient(of_a_summed_loss),
+    "half of a mean": quotient(lambda model, x: loss_of(model, x) / 2),
+    "half of a squared error": quotient(lambda m, x: functional.mse_loss(m(x), -x[:, :2]) / 2),
+    "half of a cross-entropy": quotient(lambda model, x: entropy(model, x) / 2),
+    "half": quotient(lambda model, x: 0.5 * loss_of(model, x)),
+    "halves of a micro-batch": in_two_parts,
+    "every other micro-batch": every_other_micro_batch,
+    "frozen": frozen,
+    **{
+        use.__name__: use
+        for use in (swapped, clamped, trunk_of_another, flushed, renormed, decayed)
+    },
+    "in a trainer's": inside_a_trainers,
+    "a norm that is logged after a scaler": partial(unscaled_and_clipped, max_norm=INF),
+    "NaN that an outer scaler knows of": lambda opt, model, x, number, scaler: oracle.outer_scaler(
+        opt, loss_of(model, x) * (INF if number < 2 else 1.0), scaler
+    ),
+}
+
+
+WITH_OPTIONS = {  # what is right for the optimizer that it is made with
+    **{
+        f"{name} over a window of {size}": (quotient(partial(of, by=size)), {"window": size})
+        for size in (3, 4)
+        for name, of in {
+            "a mean": lambda model, x, by: loss_of(model, x) / by,
+            "a squared error": lambda model, x, by: functional.mse_loss(model(x), -x[:, :2]) / by,
+            "a sum of losses": lambda model, x, by: (
+                sum(entropy(model, x + i) for i in range(by)) / by
+            ),
+            "a summed loss": lambda model, x, by: entropy(model, x, reduction="sum") / by,
+            "a share": lambda model, x, by: 1 / by * entropy(model, x),
+            "another number": lambda model, x, by: entropy(model, x) / (by + 1),
+            "a tensor": lambda model, x, by: entropy(model, x) / torch.tensor([by]),
+        }.items()
+    },
+    "halves of losses that are summed": (
+        quotient(lambda model, x: loss_of(model, x) / 2),
+        {"reduction": "sum"},
+    ),
+    **{
+        f"a rate that is a {name} and changes between windows": (
+            partial(scheduled, whenever=False),
+            {"make": partial(torch.optim.Adam, lr=rate), "window": 4},
+        )
+        for name, rate in RATES.items()
+    },
+}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", [*RIGHT, *WITH_OPTIONS])
+def test_a_right_loop_is_told_nothing(name):
+    body, options = WITH_OPTIONS.get(name) or (RIGHT[name], {})
+    assert warnings_of(lambda: train(body, **{"window": 2, **options})) == []
