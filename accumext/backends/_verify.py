@@ -39,14 +39,14 @@ _END_S = 10.0  # if the driver does not let a process end, it is left behind
 _FILE = "verdict.json"
 _UNTESTED = "not tested"  # begins the outcome if no process can start; not kept
 # The search path is set first: the working folder could hold a module of the same name.
-_CHILD = """import sys
+_PROGRAM = """import sys
 sys.path[:] = sys.argv[1].split("\\n")
 from accumext.backends import _verify
 _verify.serve(*sys.argv[2:])"""
 
 
 def verdicts(
-    library: Path, kind: str, tell: Callable[[str], None], *, anew: bool
+    library: Path, kind: str, announce: Callable[[str], None], *, anew: bool
 ) -> dict[torch.device, Outcomes]:
     """Return the outcomes on each device that this process sees, from the cache or by a test.
     Devices that differ in their number only share the outcomes.
@@ -56,7 +56,7 @@ def verdicts(
     Args:
         library: its path.
         kind: "cpu" or "cuda".
-        tell: is called with a line when something begins that takes seconds.
+        announce: is called with a line when something begins that takes seconds.
         anew: whether to repeat tests whose outcome is known.
     """
     known: dict[str, Outcomes] = {}
@@ -66,7 +66,7 @@ def verdicts(
         key = trial.key()
         if key not in known:
             try:
-                known[key] = trial.verdict(key, tell, anew)
+                known[key] = trial.verdict(key, announce, anew)
             except (OSError, RuntimeError) as error:  # no folder can be written to
                 known[key] = dict.fromkeys(trial.names, f"{_UNTESTED}: {error}")
         result[device] = known[key]
@@ -136,7 +136,7 @@ class _Trial(NamedTuple):
         facts = [*map(_cache.sha256, files), torch.__version__, *_machine(self.device)]
         return f"verdict-{_build.digest(facts)}"
 
-    def verdict(self, key: str, tell: Callable[[str], None], anew: bool) -> Outcomes:
+    def verdict(self, key: str, announce: Callable[[str], None], anew: bool) -> Outcomes:
         """Return the cached outcomes, or test: one process does, others that want them wait."""
 
         def find(cache: Path) -> Outcomes | None:
@@ -144,7 +144,7 @@ class _Trial(NamedTuple):
 
         def test(folder: Path) -> Outcomes:
             device = name_of(self.device)
-            tell(f"testing the kernels on {device}, once, which takes some seconds")
+            announce(f"testing the kernels on {device}, once, which takes some seconds")
             outcomes = self.outcomes()
             if not any(outcome.startswith(_UNTESTED) for outcome in outcomes.values()):
                 _install(outcomes, folder)
@@ -181,7 +181,7 @@ class _Trial(NamedTuple):
                             trying = ""
                     fault = "it did not end in time"
                 except EOFError:
-                    fault = _end(process, stderr_file)
+                    fault = _ending_of(process, stderr_file)
         except OSError as error:
             fault = str(error)
         if trying or limit == START_S:
@@ -213,7 +213,7 @@ def _process(facts: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection, 
         with sender:
             search = "\n".join(map(str, sys.path))
             process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, search, str(sender.fileno()), facts],
+                [sys.executable, "-c", _PROGRAM, search, str(sender.fileno()), facts],
                 env=os.environ | {"ACCUMEXT_BACKEND": "reference"},  # it loads one library, by path
                 pass_fds=[sender.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -229,7 +229,7 @@ def _process(facts: str) -> Iterator[tuple[subprocess.Popen[bytes], Connection, 
                 process.wait(_END_S)
 
 
-def _end(process: subprocess.Popen[bytes], stderr_file: IO[bytes]) -> str:
+def _ending_of(process: subprocess.Popen[bytes], stderr_file: IO[bytes]) -> str:
     """Describe how a process ended, with the last line that it wrote."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_END_S)
@@ -254,7 +254,7 @@ def serve(connection: str, facts: str) -> None:
         if _machine(device) != machine:
             raise RuntimeError(f"{device} is another device in another process")
         torch.ops.load_library(library)
-        _use(device)
+        _require_usable(device)
         torch.set_float32_matmul_precision("highest")  # containers may lower it by a variable
     except Exception as error:
         sender.send(("", _self_test.words(error)))
@@ -262,11 +262,11 @@ def serve(connection: str, facts: str) -> None:
     for name in names:
         sender.send((name, _self_test.outcome(name, device, partial(sender.send, (name, "")))))
         try:
-            _use(device)
+            _require_usable(device)
         except RuntimeError:  # a kernel crashed: the next operator needs a new process
             return
 
 
-def _use(device: torch.device) -> None:
+def _require_usable(device: torch.device) -> None:
     """Raise RuntimeError if the device cannot be used, for instance after a crash of a kernel."""
     torch.zeros((), device=device).item()
