@@ -3,22 +3,16 @@
 import itertools
 import math
 import random
+from functools import partial
 from operator import le
 
 import pytest
 import torch
+from support.gradient_operations import PAIRS
 from support.tensors import assert_bits
 
 import accumext
 from accumext.tensors import memory_overlap
-
-PAIRS = {
-    "accumulate_": accumext.accumulate_,
-    "unscale_check_clip_accumulate_": lambda mains, grads, **options: (
-        accumext.unscale_check_clip_accumulate_(mains, grads, max_norm=1.0, **options)
-    ),
-}
-pairs = pytest.mark.parametrize("op", PAIRS)
 
 
 def memory(n=6):
@@ -52,16 +46,14 @@ def test_disjoint_views_are_accumulated(case):
     assert_bits(views, expected)
 
 
-@pairs
+@pytest.mark.parametrize("op", PAIRS)
 def test_a_main_gradient_may_be_its_own_gradient(op):
+    limit = {"max_norm": 1.0} if op == "unscale_check_clip_accumulate_" else {}
+    call = partial(getattr(accumext, op), inv_scale=0.5, overwrite=True, **limit)
     for make in [lambda b: [b], lambda b: [b[::2], b[1::2]], lambda b: [b.view(2, 3).t(), b[:0]]]:
         mains = make(memory())
-        copies = [m.clone() for m in mains]
-        kept = [m.clone() for m in mains]
-        norm = PAIRS[op](mains, mains, inv_scale=0.5, overwrite=True)
-        assert_bits(
-            [norm, *mains], [PAIRS[op](copies, kept, inv_scale=0.5, overwrite=True), *copies]
-        )
+        others, grads = ([main.clone() for main in mains] for _ in range(2))
+        assert_bits([call(mains, mains), *mains], [call(others, grads), *others])
 
 
 def test_scale_multiplies_shared_elements_as_often_as_they_are_named():
