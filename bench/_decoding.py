@@ -150,7 +150,7 @@ class Bench:
 
     def _why_not(self, name: str, case: Case) -> str:
         if name in case.without:
-            return "runs where --shape asks for this shape"
+            return "runs if --shape asks for this shape"
         if name == PLAIN and not _fits(case.shape, self._device):
             return "does not fit"
         predicted = self.paces.get((name, case.dtype), 0.0) * _work(case.shape)

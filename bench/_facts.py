@@ -41,7 +41,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the bytes that tensors may still take; infinity where the system does not say."""
+    """Return the bytes that tensors may still take; infinity if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:

@@ -113,7 +113,7 @@ def unscale_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
 
 
 def clip_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
-    """clip_grad_norm_, which must write only where the norm is too large."""
+    """clip_grad_norm_, which must write only if the norm is too large."""
     data = gradients(shape, "fp32", device)
 
     def job(name: str, max_norm: float, written: int, prepare: Callable[[], Any]) -> Job:

@@ -1,4 +1,4 @@
-"""The head and its loss in one call: PyTorch's, and the kernels of Liger and CCE where installed.
+"""The head and its loss in one call: PyTorch's, and the kernels of Liger and CCE if installed.
 
 All take the outputs of several steps at once and keep a gradient of the whole weight per call. None
 returns the token that a decoder feeds back.

@@ -32,7 +32,7 @@ ULP, NORM = 2.0**-7, 1e-5
 
 
 class MicroBatch(NamedTuple):
-    inputs: Tensor  # [5, 8], one of them inf where the micro-batch overflows
+    inputs: Tensor  # [5, 8], one of them inf if the micro-batch overflows
     weight: int
     overflows: bool
 
@@ -83,7 +83,7 @@ class ByHand:
         return list(self.model.parameters())
 
     def window(self, window: Sequence[MicroBatch]) -> float | None:
-        """Takes a step and returns the norm of its gradient; None where the window is skipped."""
+        """Take a step and return the norm of its gradient; None if the window is skipped."""
         if any(micro_batch.overflows for micro_batch in window):
             self.scale, self._good = self.scale / 2, 0
             return None
@@ -111,7 +111,7 @@ class ByHand:
 
 
 def train(dtype: torch.dtype, count: int) -> Findings:
-    """Runs both; AssertionError where they differ in what is counted or exact."""
+    """Run both; AssertionError if they differ in what is counted or exact."""
     drawn = micro_batches(count)
     model, truth = make_model(dtype), ByHand(dtype)
     sgd = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM[dtype])
@@ -157,7 +157,7 @@ def train(dtype: torch.dtype, count: int) -> Findings:
 
 
 def resident_bytes() -> int:
-    """Of this process now; 0 where the system does not say."""
+    """Return the bytes of this process now; 0 if the system does not say."""
     gc.collect()
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])

@@ -95,7 +95,7 @@ def _scales(axes: Axes, theme: Theme) -> None:
 
 
 def _memory(mebibytes: float) -> str:
-    """Two digits, or the whole number where it has more: 0.25 MiB, 37 MiB, 121 MiB, 3.1 GiB."""
+    """Return two digits, or the whole number if it has more: 0.25 MiB, 37 MiB, 121 MiB, 3.1 GiB."""
     unit = "GiB" if mebibytes >= 1024 else "MiB"
     value = mebibytes / 1024 if unit == "GiB" else mebibytes
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.2g} {unit}"

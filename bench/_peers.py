@@ -1,4 +1,4 @@
-"""Peers, where they are installed: kernels of NVIDIA apex and TransformerEngine, and Accelerate's
+"""Peers, if they are installed: kernels of NVIDIA apex and TransformerEngine, and Accelerate's
 loop."""
 
 from __future__ import annotations
@@ -83,5 +83,5 @@ def _on_gpu(grads: Sequence[Tensor]) -> dict[str, Any]:
 
 
 def _flag(grads: Sequence[Tensor]) -> Tensor:
-    """Make the flag that kernels set where they find an inf or NaN; if set, they do nothing."""
+    """Make the flag that kernels set if they find an inf or NaN; if set, they do nothing."""
     return torch.zeros(1, dtype=torch.int32, device=grads[0].device)

@@ -102,7 +102,7 @@ def evaluate(figures: Sequence[Figure], results: Sequence[Result]) -> list[dict[
 
 
 def figure_lines(rows: Sequence[dict[str, Any]]) -> str:
-    """One line per figure; where there are bytes to compare, also the ratio that they allow."""
+    """Return one line per figure; if there are bytes to compare, with the ratio that they allow."""
     lines = ["\nfigure | target | measured [quartiles]"]
     if any("allowed" in row for row in rows):
         lines[0] += " | allowed by the memory"
@@ -155,7 +155,7 @@ def write_json(
 
 
 def interval(values: Spread, unit: float = 1.0, digits: int = 2) -> str:
-    """The median, and in brackets where half of the values lie."""
+    """Return the median, and in brackets where half of the values lie."""
     q1, median, q3 = (f"{value * unit:.{digits}f}" for value in values)
     return f"{median} [{q1}, {q3}]"
 

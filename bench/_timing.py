@@ -31,7 +31,7 @@ class Taken(NamedTuple):
     """The times of a call."""
 
     seconds: float  # of the device
-    # Until the call had returned, where that is not the same; None also where a GPU had nothing
+    # Until the call had returned, if that is not the same; None also if a GPU had nothing
     # left to sleep before: its seconds then include some of the host's.
     host_seconds: float | None = None
 
@@ -96,7 +96,7 @@ class Limits(NamedTuple):
     read: float
     update: float  # reads and writes added up
     copy: float  # torch.copy_, the same
-    write: float | None = None  # where it is known
+    write: float | None = None  # if it is known
 
     def seconds(self, traffic: Traffic, elements: int) -> float:
         """The least time to move this much per element.
@@ -153,9 +153,9 @@ class Result(NamedTuple):
     shape: Shape
     traffic: dict[str, Traffic]
     seconds: dict[str, list[float]]
-    limits: list[Limits]  # of each repetition; none where the data may lie in a cache
+    limits: list[Limits]  # of each repetition; none if the data may lie in a cache
     host_seconds: dict[str, list[float | None]]
-    memory: Mapping[str, float] = {}  # at the highest point of a run, where counted
+    memory: Mapping[str, float] = {}  # at the highest point of a run, if counted
 
     @property
     def baseline(self) -> str:
@@ -315,7 +315,7 @@ def rotated(names: list[str], repetition: int) -> list[str]:
 
 
 def check(job: Job) -> None:
-    """Run every contender once; AssertionError where what they computed differs."""
+    """Run every contender once; AssertionError if what they computed differs."""
     expected: list[Tensor] = []
     for name, contender in job.contenders.items():
         job.prepare()
@@ -331,7 +331,7 @@ def check(job: Job) -> None:
 
 
 def distance(tensor: Tensor, expected: Tensor) -> float:
-    """|tensor - expected| / |expected|, 0 where both are zero."""
+    """Return |tensor - expected| / |expected|, 0 if both are zero."""
     norm = torch.linalg.vector_norm
     expected = expected.double()
     difference = norm(tensor.double() - expected)

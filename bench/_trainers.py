@@ -44,7 +44,7 @@ def not_run(content: dict[str, Any]) -> list[str]:
 
 
 def number(value: float) -> str:
-    """A fraction where it is one of small numbers."""
+    """Return a fraction if it is one of small numbers."""
     near = Fraction(value).limit_denominator(20)
     return str(near) if abs(near - value) < 2e-5 else f"{value:.3g}"
 

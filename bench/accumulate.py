@@ -201,7 +201,7 @@ def arguments() -> argparse.Namespace:
 
 
 def _shape(text: str) -> Shape:
-    """A shape that the figures know, where they know it."""
+    """Return the shape that the figures know, if they know it."""
     elements, tensors = (int(float(number)) for number in text.split("/"))
     roles = {shape[:2]: shape for shape in GPU_SHAPES}
     return roles.get((elements, tensors), Shape(elements, tensors))

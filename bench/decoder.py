@@ -12,7 +12,7 @@ every step, is the usual answer to memory; its gradient is truncated, not exact.
 time of the three matrix products of the head alone. Peak memory is what a call holds at its highest
 point, over what there was before, less the gradients that it leaves: what it takes besides
 parameters and gradients. "gradient off" is the relative distance to plain autograd on the tokens
-that the way itself fed, in float64 where that is small enough and in float32 elsewhere, over all
+that the way itself fed, in float64 if that is small enough and in float32 elsewhere, over all
 parameters, and "recurrent" over embedding and cell alone, where truncation shows; "not greedy"
 counts the tokens fed that were not the argmax there.
 
@@ -91,7 +91,7 @@ QUICK_MEMORY_SHAPES = (
 )
 GRID = [(32, 128, 512), (8, 16, 32, 64), (10_000, 50_000, 128_000), (256, 512, 1024)]
 
-# Ways that no figure is about are measured in the first shape, and where --shape asks for it: the
+# Ways that no figure is about are measured in the first shape, and if --shape asks for it: the
 # large shapes take most of the time that a run has.
 ASIDE = {
     SMALL: (TORCH, CHECKPOINT, OURS_BF16),
@@ -238,7 +238,7 @@ def arguments() -> argparse.Namespace:
 
 
 def _shape(text: str) -> Shape:
-    """A shape that the figures know, where they know it."""
+    """Return the shape that the figures know, if they know it."""
     steps, batch, vocabulary, size = (int(number) for number in text.split(","))
     known = {shape[:4]: shape for shape in (*SHAPES["cpu"], *SHAPES["cuda"], *MEMORY_SHAPES)}
     shape = Shape(steps, batch, vocabulary, size)

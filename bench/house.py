@@ -69,7 +69,7 @@ def inside(package: str, checking: bool = False) -> dict[str, set[str]]:
 
 
 def floors(graph: Mapping[str, Iterable[str]]) -> int:
-    """Modules on the longest way through a graph of imports; ValueError where it is a circle."""
+    """Count modules on the longest way through a graph of imports; ValueError if it is a circle."""
     depth: dict[str, int] = {}
 
     def visit(name: str, way: tuple[str, ...]) -> int:

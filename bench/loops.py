@@ -20,9 +20,9 @@ gradients that it leaves.
   own argmax and on known tokens, beside the loop that calls it and the head step by step. The
   vocabularies are small: what a step costs beside its arithmetic shows.
 - known: nn.LSTM with one layer and with two on known tokens at many sizes, minutes on a CPU: only
-  where it is asked for.
+  if it is asked for.
 - precision: accumext alone, a GRU in half precision and under autocast beside itself in float32, by
-  the rows of a batch: only where it is asked for.
+  the rows of a batch: only if it is asked for.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ there was before, less the gradients that it leaves. So it is what training take
 and gradients. It is counted from the allocations of tensors, so another run on a busier machine has
 the same.
 
-Plain PyTorch needs 3 GiB for the longest run on a CPU, 1,000 steps, and is left out where that does
+Plain PyTorch needs 3 GiB for the longest run on a CPU, 1,000 steps, and is left out if that does
 not fit. Each T has a process of its own, and the JSON is written after each. At two of them only
 `decode_loss` is measured.
 

@@ -18,7 +18,7 @@ import torch
 from _facts import machine
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples" / "programs"
-# A title, where a program compares several things, and the two lines below it.
+# A title, if a program compares several things, and the two lines below it.
 COMPARISON = re.compile(
     r"(?:^feedback: (?P<title>\w+)\n)?"
     r"^plain PyTorch +(?P<plain_s>\S+) s +(?P<plain_mb>\S+) MB\n"

@@ -1,7 +1,7 @@
 """Writes the measured tables of README and docs from the results in bench/results.
 
     python bench/tables.py            # after a benchmark has written its results there
-    python bench/tables.py --check    # fails where a page says something else than they do
+    python bench/tables.py --check    # fails if a page says something else than they do
 
 A table stands between two comments that name it. Below it is what it was measured with.
 """
@@ -34,7 +34,7 @@ OURS_BF16, PRODUCTS = "accumext, bf16", "the head's products in torch"
 LARGE, MANY, TINY = "100M in 200", "2M in 2,000", "10k in 10"
 MASTERS = ("cpu", *(f"masters_cpu_{run}" for run in range(1, 6)))  # further runs of some jobs
 ROLES = ("small", "wide", "many rows")
-# Two threads with the C library as it comes; one and two where it is told to keep freed memory.
+# Two threads with the C library as it comes; one and two if it is told to keep freed memory.
 AVX2, AVX2_KEPT = "decoder_avx2_2", ("decoder_avx2_1_kept", "decoder_avx2_2_kept")
 PRECISION = ("precision_avx512_1_kept", "precision_avx2_1_kept")
 AVX512, AVX512_KEPT = "decoder_avx512_2", "decoder_avx512_2_kept"
@@ -137,7 +137,7 @@ def decoder_times() -> Lines:
 
 
 def decoder_by_shape() -> Lines:
-    """Medians in ms where the heap is kept; before those with two threads, those by default."""
+    """Medians in ms if the heap is kept; before those with two threads, those by default."""
 
     def medians(source: str) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
@@ -588,7 +588,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--check", action="store_true", help="write nothing, fail where it differs")
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if it differs")
     args = parser.parse_args()
     differ = []
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
