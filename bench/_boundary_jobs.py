@@ -53,7 +53,7 @@ def boundary_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
 
 
 def _boundary(shape: Shape, device: torch.device, kind_name: str, regime_name: str) -> Job:
-    """Both sides take the same parameters from zero with the same gradients."""
+    """Have both sides take the same parameters from zero with the same gradients."""
     data = gradients(shape, "fp32", device)
     kind, regime = KINDS[kind_name], REGIMES[regime_name]
     parameters = [torch.zeros_like(tensor, requires_grad=True) for tensor in data.start]
@@ -115,7 +115,7 @@ def _boundary(shape: Shape, device: torch.device, kind_name: str, regime_name: s
 
 
 def _scaler(device: torch.device) -> GradScaler:
-    """A scaler that has scaled a loss."""
+    """Return a scaler that has scaled a loss."""
     scaler = GradScaler(device.type, init_scale=SCALE, growth_interval=2**31 - 1)
     scaler.scale(torch.zeros((), device=device))
     return scaler

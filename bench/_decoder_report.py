@@ -97,12 +97,12 @@ class Growth(NamedTuple):
 
 
 def states_bytes(shape: Shape) -> int:
-    """One float32 state for every step and row."""
+    """Return the bytes of one float32 state for every step and row."""
     return 4 * shape.tokens * shape.size
 
 
 def table(result: Result) -> str:
-    """One row per contender."""
+    """Return a table with one row per contender."""
     names = [*result.checked, *(name for name in result.seconds if name not in result.checked)]
     width = max(map(len, [*names, *result.left_out]))
     lines = [
@@ -120,7 +120,7 @@ def table(result: Result) -> str:
 
 
 def contender_rows(result: Result) -> list[dict[str, Any]]:
-    """A row for each contender of a case; what is not known is left out."""
+    """Return a row for each contender of a case; what is not known is left out."""
     shape = result.case.shape
     about = {"case": str(result.case), **shape._asdict()}
     rows: dict[str, dict[str, Any]] = {name: {} for name in [*result.checked, *result.seconds]}

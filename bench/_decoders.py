@@ -69,7 +69,7 @@ class Decoder:
         return [parameter for module in modules for parameter in module.parameters()]
 
     def forget(self) -> None:
-        """As an optimizer's zero_grad leaves it."""
+        """Set every gradient to None, as an optimizer's zero_grad does."""
         for parameter in self.parameters():
             parameter.grad = None
 
@@ -77,12 +77,12 @@ class Decoder:
         return [p.grad for p in self.parameters() if p.grad is not None]
 
     def step(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
-        """The output [B, H] and the state after it; the state None is zero."""
+        """Return the output [B, H] and the state after it; the state None is zero."""
         state = self.cell(self.embedding(token), state)
         return (state[0] if isinstance(state, tuple) else state), state
 
     def cast(self, dtype: torch.dtype) -> Decoder:
-        """A copy whose parameters are rounded to another precision."""
+        """Return a copy whose parameters are rounded to another precision."""
         other = copy.copy(self)
         for name in ("embedding", "cell", "head"):
             setattr(other, name, copy.deepcopy(getattr(self, name)).to(dtype))
@@ -93,7 +93,7 @@ Way = Callable[[Decoder], Outcome]
 
 
 def plain(decoder: Decoder) -> Outcome:
-    """All steps in one graph, which holds their probabilities, and one backward pass."""
+    """Run all steps in one graph, which holds their probabilities, and one backward pass."""
     state, token = None, decoder.start
     inputs, losses = [], []
     for target in decoder.targets:
@@ -108,7 +108,7 @@ def plain(decoder: Decoder) -> Outcome:
 
 
 def per_token(decoder: Decoder) -> Outcome:
-    """A backward pass after every step, and a detached state: nothing flows back in time."""
+    """Run backward after every step and detach the state: nothing flows back in time."""
     state, token = None, decoder.start
     inputs, losses = [], []
     for target in decoder.targets:
@@ -124,7 +124,7 @@ def per_token(decoder: Decoder) -> Outcome:
 
 
 def checkpointed(decoder: Decoder) -> Outcome:
-    """The head and its loss run again in the backward pass, step by step; no logits are kept."""
+    """Run head and loss again in the backward pass, step by step, so that no logits are kept."""
 
     def head(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         logits = decoder.head(output)
@@ -143,7 +143,7 @@ def checkpointed(decoder: Decoder) -> Outcome:
 
 
 def windowed(head_loss: HeadLoss, dtype: torch.dtype, decoder: Decoder) -> Outcome:
-    """The head of every window runs backward at once, which frees what the loss keeps; the cells
+    """Run the head of every window backward at once, which frees what the loss keeps; the cells
     run backward at the end, so that the gradient is exact. The greedy token is a product more."""
     weight, bias = (parameter.to(dtype) for parameter in (decoder.head.weight, decoder.head.bias))
     state, token = None, decoder.start
@@ -179,7 +179,7 @@ def ours(decoder: Decoder) -> Outcome:
 
 
 def ways(device: torch.device, dtype: torch.dtype, batch: int) -> dict[str, Way]:
-    """By name, all ways in a precision; the first is what the others are compared with."""
+    """Return all ways in a precision, by name; the first is what the others are compared with."""
 
     def cast(way: Way) -> Way:
         return lambda decoder: _under_autocast(way, decoder)
@@ -204,7 +204,7 @@ def _under_autocast(way: Way, decoder: Decoder) -> Outcome:
 
 
 def products(decoder: Decoder, dtype: torch.dtype) -> Callable[[], None]:
-    """The matrix products of the head alone, into memory that is there: per step the logits, and
+    """Return a run of the head's products alone, into memory that exists: per step the logits, and
     per window of steps the gradients of the outputs and of the weight, as torch does them."""
     steps, batch = decoder.targets.shape
     weight = decoder.head.weight.detach().to(dtype)

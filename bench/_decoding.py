@@ -161,7 +161,7 @@ class Bench:
     def _time(
         self, decoder: Decoder, runs: dict[str, Callable[[], object]]
     ) -> tuple[dict[str, list[float | None]], dict[str, list[float | None]]]:
-        """By name and repetition, the seconds of the device and of the host."""
+        """Return the seconds of the device and of the host, by name and repetition."""
         patience, names = self._patience, list(runs)
         seconds: dict[str, list[float | None]] = {name: [] for name in names}
         host: dict[str, list[float | None]] = {name: [] for name in names}
@@ -204,7 +204,7 @@ class Truth:
         return self._last[1]
 
     def learn(self, decoder: Decoder, outcome: Outcome) -> None:
-        """Plain autograd has run: in its own precision, those are the exact gradients."""
+        """Take over the gradients of plain autograd, which are exact in its own precision."""
         if self._wanted and self._decoder is decoder:
             found = Exact(outcome.loss, decoder.gradients(), outcome.inputs[1:])
             self._last = outcome.inputs, found
@@ -249,7 +249,7 @@ def check(decoder: Decoder, way: Way, truth: Truth, device: torch.device) -> Che
 
 
 def distance(gradients: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
-    """|gradients - expected| / |expected|, over all of them together."""
+    """Return |gradients - expected| / |expected|, over all of them together."""
 
     def norm(tensors: Sequence[Tensor]) -> float:
         parts = (torch.linalg.vector_norm(tensor, dtype=torch.float64) for tensor in tensors)

@@ -52,7 +52,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def promises(device: torch.device) -> list[dict[str, Any]]:
-    """Rows like those of the figures, of what holds or does not."""
+    """Return rows like those of the figures, of what holds or does not."""
     calls = _calls(Shape(2 * 10**6, 2000), device)
     if device.type == "cpu":
         return [
@@ -81,7 +81,7 @@ def same_bits(call: Callable[[], Tensor]) -> bool:
 
 
 def launches(call: Callable[[], Tensor]) -> int:
-    """Kernels, copies and fills of one call, once everything lasting is in place."""
+    """Count kernels, copies and fills of one call, once everything lasting is in place."""
     call()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
@@ -128,7 +128,7 @@ def replays(call: Callable[[], Tensor]) -> bool:
 
 
 def _calls(shape: Shape, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """Calls that may be repeated: they find what they found before."""
+    """Return calls that may be repeated: their results are the same every time."""
     data = Gradients(shape, torch.float32, device)
     grads, mains = data.tensors, [torch.empty_like(grad) for grad in data.tensors]
     unscale = {"inv_scale": data.inv_scale, "found_inf": data.found_inf}
@@ -146,7 +146,7 @@ def _row(text: str, target: bool | int, measured: bool | int) -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """The name of the processor with family and model: machines of a cloud share names."""
+    """Return the processor's name, family and model: machines of a cloud share names."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

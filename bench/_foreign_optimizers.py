@@ -54,7 +54,7 @@ class Kind(NamedTuple):
 
 
 def plain(cls: Any, named: Named) -> torch.optim.Optimizer:
-    """With its own defaults, and a rate if it needs one."""
+    """Make an optimizer with its own defaults, and a rate if it needs one."""
     try:
         return cls([p for _, p in named])
     except (TypeError, ValueError):
@@ -70,7 +70,7 @@ def around(cls: Any, named: Named, **options: Any) -> torch.optim.Optimizer:
 
 
 def low_rank(cls: Any, named: Named, **options: Any) -> torch.optim.Optimizer:
-    """Of GaLore and APOLLO, which say in the group of matrices how these are projected."""
+    """Make one of GaLore or APOLLO, whose group of matrices says how these are projected."""
     matrices, vectors = ([p for _, p in named if p.dim() == dim] for dim in (2, 1))
     options |= {"rank": 4, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
     return cls([{"params": matrices, **options}, {"params": vectors}], lr=1e-2)
@@ -113,13 +113,13 @@ SPECIAL: list[tuple[str, str, Any, dict[str, bool]]] = [
 
 
 def not_compiled(function: Any = None, **options: Any) -> Any:
-    """In place of torch.compile, which some packages call for every step, and which takes
+    """Stand in for torch.compile, which some packages call for every step, and which takes
     minutes."""
     return not_compiled if function is None else function
 
 
 def kinds() -> Iterator[Kind]:
-    """All of them, by package."""
+    """Yield all kinds, by package."""
     torch.compile = not_compiled
     packages = metadata.packages_distributions()
     rows = [(m, n, plain, dict[str, bool]()) for m, names in CLASSES.items() for n in names.split()]
@@ -131,7 +131,7 @@ def kinds() -> Iterator[Kind]:
 
 
 def made(kind: Kind, masters: bool) -> nn.Module:
-    """The same model at every call; as for bitsandbytes, with a weight that is not contiguous."""
+    """Make the same model at every call; for bitsandbytes with a weight that is not contiguous."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         bias = not kind.matrices
@@ -158,7 +158,7 @@ def evaluated(kind: Kind, model: nn.Module, batch: Tensor, scaler: Any = None) -
 
 
 def batches(count: int) -> list[Tensor]:
-    """With the random numbers of all that follows from the same seed."""
+    """Return so many batches; all random numbers after them follow from the same seed."""
     torch.manual_seed(0)
     np.random.seed(0)
     return [torch.randn(ROWS, SIZE) for _ in range(count)]

@@ -43,7 +43,7 @@ def gradients(shape: Shape, dtype: str, device: torch.device) -> Gradients:
 
 
 def norm_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
-    """The norm, in one read."""
+    """Yield jobs of the norm, in one read."""
     for dtype in ("fp32", "bf16", "fp16"):
         yield _norm(shape, device, dtype)
 
@@ -62,7 +62,7 @@ def _norm(shape: Shape, device: torch.device, dtype: str) -> Job:
 
 
 def unscale_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
-    """Unscale, check, norm and clip, with gradients that need clipping."""
+    """Yield the job to unscale, check, norm and clip gradients that need clipping."""
     data = gradients(shape, "fp32", device)
     grads, inv_scale, found_inf = data.tensors, data.inv_scale, data.found_inf
 
@@ -113,7 +113,7 @@ def unscale_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
 
 
 def clip_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
-    """clip_grad_norm_, which must write only if the norm is too large."""
+    """Yield jobs of clip_grad_norm_, which must write only if the norm is too large."""
     data = gradients(shape, "fp32", device)
 
     def job(name: str, max_norm: float, written: int, prepare: Callable[[], Any]) -> Job:
@@ -138,7 +138,7 @@ def clip_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
 
 
 def accumulate_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
-    """One micro-batch into float32 main gradients."""
+    """Yield jobs that add one micro-batch to float32 main gradients."""
     for dtype in ("bf16", "fp16", "fp32"):
         yield _accumulate(shape, device, dtype)
     yield _clip_accumulate(shape, device)
@@ -234,7 +234,7 @@ def _overwrite(shape: Shape, device: torch.device) -> Job:
 
 
 def scale_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
-    """Multiplication in place by a number on the device."""
+    """Yield the job to multiply in place by a number on the device."""
     data = gradients(shape, "fp32", device)
     grads, factor = data.tensors, data.inv_scale
 
@@ -254,7 +254,7 @@ def scale_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
 
 
 def round_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
-    """Half-precision parameters from their float32 masters, to nearest and stochastically."""
+    """Yield jobs that round float32 masters to half precision, to nearest or stochastically."""
     for dtype in ("bf16", "fp16"):
         yield _copy_rounded(shape, device, dtype)
 
@@ -311,7 +311,7 @@ def _reset(data: Gradients, mains: list[Tensor]) -> None:
 
 
 def _unscaled(data: Gradients) -> list[Tensor]:
-    """As a GradScaler does it; float32 gradients in place."""
+    """Unscale as a GradScaler does; float32 gradients in place."""
     unscaled = [grad.float() for grad in data.tensors]
     torch._amp_foreach_non_finite_check_and_unscale_(unscaled, data.found_inf, data.inv_scale)
     return unscaled

@@ -34,7 +34,7 @@ def status() -> dict[str, str]:
 
 
 def head_losses(device: torch.device, dtype: torch.dtype, rows: int) -> dict[str, HeadLoss]:
-    """By peer, for calls of `rows` rows; CCE's kernels are for half precision alone."""
+    """Return losses by peer, for calls of `rows` rows; CCE's kernels take half precision alone."""
     found: dict[str, HeadLoss] = {}
     if _IN_TORCH:
         found[TORCH] = _torch(torch.nn.LinearCrossEntropyOptions())

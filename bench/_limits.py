@@ -46,7 +46,7 @@ class Memory:
             self.updates["C++ copy"] = functools.partial(library.copy_floats, to, source, *size)
 
     def jobs(self) -> Iterator[Job]:
-        """The contest: which read, which update and which write is the fastest."""
+        """Yield the contests: which read, which update and which write is the fastest."""
         reads = {name: Contender(run, READ, None) for name, run in self.reads.items()}
         updates = {name: Contender(run, UPDATE, None) for name, run in self.updates.items()}
         writes = {name: Contender(run, WRITE, None) for name, run in self.writes.items()}
@@ -56,7 +56,7 @@ class Memory:
             yield Job("write", self.shape, writes)
 
     def yardstick(self, *results: Result) -> Yardstick:
-        """The winners, by their medians, of the contest's jobs."""
+        """Return the winners of the contests, by their medians."""
         reader, updater, *writer = (max(result.seconds, key=result.rate) for result in results)
         runs = self.reads[reader], updater, self.updates[updater], self.updates["torch.copy_"]
         write = (writer[0], self.writes[writer[0]]) if writer else ()

@@ -48,7 +48,7 @@ SETTINGS = {
 
 
 def plot(stem: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """STEM_light.svg and STEM_dark.svg, of the rows in a JSON of bench/memory.py."""
+    """Draw STEM_light.svg and STEM_dark.svg, of the rows in a JSON of bench/memory.py."""
     for name, theme in THEMES.items():
         with plt.rc_context(SETTINGS):
             figure, axes = plt.subplots(layout="constrained")
@@ -63,7 +63,7 @@ def plot(stem: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _lines(axes: Axes, rows: Sequence[dict[str, Any]], theme: Theme) -> None:
-    """A line for each way, and a legend with its largest value."""
+    """Draw a line for each way, and a legend with its largest value."""
     for name, line in LINES.items():
         found = [row for row in rows if row["contender"] == name and "peak_bytes" in row]
         steps = [row["steps"] for row in found]
@@ -76,7 +76,7 @@ def _lines(axes: Axes, rows: Sequence[dict[str, Any]], theme: Theme) -> None:
 
 
 def _scales(axes: Axes, theme: Theme) -> None:
-    """Steps and memory, both linear and from zero."""
+    """Draw the scales of steps and memory, both linear and from zero."""
     axes.set_xlim(0, axes.dataLim.x1 * 1.03)
     highest = axes.dataLim.y1
     axes.set_ylim(0, highest * 1.5)  # room for the legend

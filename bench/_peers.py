@@ -17,7 +17,7 @@ _MODULES = {"apex": "amp_C", "TransformerEngine": "transformer_engine.pytorch.op
 
 @functools.cache
 def installed(module: str) -> Any | None:
-    """The module; None if it is not installed, or wants a GPU that is not there, as Triton does."""
+    """Return a module; None if it is not installed, or wants a GPU, as Triton does."""
     try:
         return importlib.import_module(module)
     except (ImportError, OSError, RuntimeError):
@@ -25,13 +25,13 @@ def installed(module: str) -> Any | None:
 
 
 def status(modules: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Which peers there are, by their modules."""
+    """Say which peers are installed, by their modules."""
     modules = {**_MODULES, "Accelerate": "accelerate"} if modules is None else modules
     return {n: "installed" if installed(m) else "not installed" for n, m in modules.items()}
 
 
 def norms(grads: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
-    """By peer: the 2-norm of gradients of one dtype."""
+    """Return by peer what finds the 2-norm of gradients of one dtype."""
     flag = _flag(grads)
     return {
         name: lambda peer=peer: peer.multi_tensor_l2norm(_CHUNK, flag, [grads], False)[0]
@@ -40,7 +40,7 @@ def norms(grads: Sequence[Tensor]) -> dict[str, Callable[[], Tensor]]:
 
 
 def unscaled_norms(grads: Sequence[Tensor], inv_scale: Tensor) -> dict[str, Callable[[], Tensor]]:
-    """By peer: the 2-norm of `grads * inv_scale`; nothing is checked."""
+    """Return by peer what finds the 2-norm of `grads * inv_scale`; nothing is checked."""
     flag = _flag(grads)
     return {
         name: lambda peer=peer: peer.multi_tensor_unscale_l2norm(
@@ -51,7 +51,7 @@ def unscaled_norms(grads: Sequence[Tensor], inv_scale: Tensor) -> dict[str, Call
 
 
 def clips(grads: Sequence[Tensor]) -> dict[str, Callable[..., Tensor]]:
-    """By peer: its clip_grad_norm_, which reads the norm from the device. Of apex alone."""
+    """Return apex's clip_grad_norm_, which reads the norm from the device. Others have none."""
     if "apex" not in _on_gpu(grads):
         return {}
     return {"apex": importlib.import_module("apex.contrib.clip_grad").clip_grad_norm_}
@@ -60,7 +60,7 @@ def clips(grads: Sequence[Tensor]) -> dict[str, Callable[..., Tensor]]:
 def accumulations(
     main_grads: Sequence[Tensor], grads: Sequence[Tensor], inv_scale: float
 ) -> dict[str, Callable[[], Tensor]]:
-    """By peer: check and `main_grad += grad * inv_scale`, then the norm of the main gradients.
+    """Return by peer what checks, adds `grad * inv_scale` and finds the norm of the sums.
 
     apex alone has such a kernel, and not for bfloat16.
     """

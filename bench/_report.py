@@ -25,7 +25,7 @@ class Figure(NamedTuple):
 
 
 def table(result: Result) -> str:
-    """One row per contender."""
+    """Return a table with one row per contender."""
     if result.memory:
         return memory_table(result)
     width = max(map(len, result.seconds))
@@ -50,7 +50,7 @@ def table(result: Result) -> str:
 def memory_table(
     result: Result, head: str = "sets of gradients", unit: float = 1.0, over: bool = True
 ) -> str:
-    """Times and memory; beside them the time over that of the first contender, or the inverse."""
+    """Return a table of memory and times, also over that of the first contender or inversely."""
     first = result.baseline
     width = max(map(len, result.seconds))
     ratios = f"time over {first}" if over else "times faster"
@@ -118,7 +118,7 @@ def figure_lines(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def contender_rows(result: Result) -> list[dict[str, Any]]:
-    """A row for each contender of a result; what is not known is left out."""
+    """Return a row for each contender of a result; what is not known is left out."""
     first, shape = result.baseline, result.shape
     rows = []
     for name, traffic in result.traffic.items():

@@ -40,7 +40,7 @@ def run_apart(function: Callable[..., R], *args: Any) -> R:
 
 
 def known(row: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what is None."""
+    """Return a row without what is None."""
     return {key: value for key, value in row.items() if value is not None}
 
 
@@ -50,7 +50,7 @@ def command() -> str:
 
 
 def write(path: Path | None, content: dict[str, Any]) -> None:
-    """Replaces the file as a whole: who is cut off leaves what was there before."""
+    """Replace the file as a whole: who is cut off leaves what was there before."""
     if path is None:
         return
     beside = path.with_name(f"{path.name}.part")
@@ -59,7 +59,7 @@ def write(path: Path | None, content: dict[str, Any]) -> None:
 
 
 def as_text(content: Any) -> str:
-    """JSON in which a row, or whatever is short, has one line, and closing brackets have none."""
+    """Return JSON in which a row, or whatever is short, has one line, and closing brackets none."""
     return _laid_out(content, "\n ") + "\n"
 
 

@@ -99,7 +99,7 @@ class Limits(NamedTuple):
     write: float | None = None  # if it is known
 
     def seconds(self, traffic: Traffic, elements: int) -> float:
-        """The least time to move this much per element.
+        """Return the least time to move this much per element.
 
         Reads and writes have ways of their own between a core and the memory. An update, which
         reads as much as it writes, keeps both of them busy, a copy of another size only one.
@@ -165,7 +165,7 @@ class Result(NamedTuple):
         return spread(self.seconds[name])
 
     def rate(self, name: str) -> float:
-        """Bytes per second."""
+        """Return the bytes per second."""
         return self.shape.elements * sum(self.traffic[name]) / self.spread(name).median
 
     def ratio(self, name: str, against: str) -> Spread:
@@ -174,12 +174,12 @@ class Result(NamedTuple):
         return spread([theirs / mine for mine, theirs in pairs])
 
     def share(self, name: str) -> Spread | None:
-        """The least time for what has to move, over the time taken, repetition by repetition."""
+        """Return the least time for what has to move, over that taken, repetition by repetition."""
         pairs = zip(self._least(name), self.seconds[name])
         return spread([least / taken for least, taken in pairs]) if self.limits else None
 
     def share_of_copy(self, name: str) -> Spread | None:
-        """The bytes per second, over those of torch.copy_, repetition by repetition."""
+        """Return the bytes per second, over those of torch.copy_, repetition by repetition."""
         size = self.shape.elements * sum(self.traffic[name])
         pairs = zip(self.limits, self.seconds[name])
         return (
@@ -190,7 +190,7 @@ class Result(NamedTuple):
         return known_spread(self.host_seconds[name])
 
     def allowed(self, name: str, against: str) -> float | None:
-        """The ratio if both were at the limit."""
+        """Return the ratio if both were at the limit."""
         pairs = zip(self._least(name), self._least(against))
         return spread([theirs / mine for mine, theirs in pairs]).median if self.limits else None
 
@@ -199,7 +199,7 @@ class Result(NamedTuple):
 
 
 def count(number: int) -> str:
-    """A round number as people say it."""
+    """Return a round number as people say it."""
     for size, letter in ((10**9, "G"), (10**6, "M"), (10**3, "k")):
         if number >= size:
             return f"{number / size:g}{letter}"
@@ -211,13 +211,13 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def known_spread(values: Sequence[float | None]) -> Spread | None:
-    """Of those that are known; None if that is only one."""
+    """Return the spread of those that are known; None if that is only one."""
     known = [value for value in values if value is not None]
     return spread(known) if len(known) > 1 else None
 
 
 def rounded(values: Spread) -> list[float]:
-    """Quartiles and median as results have them, with more digits than any table."""
+    """Return quartiles and median as results have them, with more digits than any table."""
     return [float(f"{value:.7g}") for value in values]
 
 

@@ -33,12 +33,12 @@ def versions(content: dict[str, Any]) -> str:
 
 
 def notes(row: Row) -> str:
-    """What a program found that is no step with factors."""
+    """Return what a program found that is no step with factors."""
     return "; ".join(row.runs.get("plain", {}).get("notes", ()))
 
 
 def not_run(content: dict[str, Any]) -> list[str]:
-    """Programs that gave no result, with the error."""
+    """Return the programs that gave no result, with the error."""
     programs = content["trainers"].items()
     return [f"{name}: {program['error']}" for name, program in programs if "error" in program]
 
@@ -58,14 +58,14 @@ def alike(values: list[float]) -> bool:
 
 
 def times_the_mean(step: Step, tokens: list[int] | None = None) -> float | None:
-    """The step is so many times the mean over the targets; None if it is none."""
+    """Return how many times the mean over the targets the step is; None if it is no multiple."""
     counts = [tokens[k] if tokens else 1 for k in step["micro_batches"]]
     ratios = [f * sum(counts) / n for f, n in zip(step["factors"], counts)]
     return sum(step["factors"]) if ratios and alike(ratios) else None
 
 
 def in_words(step: Step) -> str:
-    """Its micro-batches and their factors."""
+    """Describe a step's micro-batches and their factors."""
     factors, lost = step["factors"], len(step["passes"]) - len(step["micro_batches"])
     if not factors:
         return f"**{step.get('error', 'nothing')}**"
@@ -88,7 +88,7 @@ def full_window(row: Row) -> str:
 
 
 def epoch_end(row: Row) -> str:
-    """What becomes of the last two micro-batches of an epoch."""
+    """Describe what becomes of the last two micro-batches of an epoch."""
     found, count = row.runs.get("plain", {}), 0
     epoch = found.get("epoch", BATCHES)
     for step in found.get("steps", ()):
@@ -104,7 +104,7 @@ def epoch_end(row: Row) -> str:
 
 
 def training_end(row: Row) -> str:
-    """Micro-batches of the last passes that no step used, in a whole training and a stopped one."""
+    """Count the last micro-batches that no step used, in a whole training and a stopped one."""
     words = []
     for name, of in (("plain", "at the end"), ("stopped", "if stopped")):
         found = row.runs.get(name, {})
@@ -120,7 +120,7 @@ def rates(found: Found) -> list[float]:
 
 
 def schedule(row: Row) -> str:
-    """When it moves; the rate of a step counts the calls of the schedule before."""
+    """Say when a schedule moves; the rate of a step counts the schedule's calls before."""
     found = row.runs.get("plain", {})
     moves = [b - a for a, b in zip(rates(found), rates(found)[1:])]
     sizes = [len(step["passes"]) for step in found.get("steps", ())][1:]
@@ -158,7 +158,7 @@ def clip(row: Row) -> str:
 
 
 def unequal(row: Row) -> str:
-    """The means are over targets, or over micro-batches."""
+    """Say whether means are over targets, or over micro-batches."""
     found = row.runs.get("unequal", {})
     if not found or "error" in found:
         return str(found.get("error", ""))
@@ -171,7 +171,7 @@ def unequal(row: Row) -> str:
 
 
 def resumed(row: Row) -> str:
-    """What the first step after a resume inside a window holds."""
+    """Describe what the first step after a resume inside a window holds."""
     found = row.runs.get("resumed", {})
     if not found or "error" in found:
         return str(found.get("error", ""))
@@ -182,7 +182,7 @@ def resumed(row: Row) -> str:
 
 
 def cures(row: Row) -> str:
-    """Settings with which every step is the mean over its targets, as a run found."""
+    """Return settings with which every step is the mean over its targets, as a run found."""
     words = []
     for name, found in row.runs.items():
         if not name.startswith("cure: "):
@@ -200,7 +200,7 @@ def cures(row: Row) -> str:
 
 
 def audited(said: dict[str, Any]) -> str:
-    """What the audit says of all runs of a row, each with the runs if not with the first."""
+    """Return what the audit says of all runs of a row, each with the runs if not with the first."""
     found: dict[str, list[str]] = {}
     for name, entry in said.items():
         if "error" in entry:

@@ -66,7 +66,7 @@ class Case(NamedTuple):
         return self.shape.role == TRANSFORMER
 
     def model(self) -> Model:
-        """The same in every call."""
+        """Make the same model in every call."""
         torch.manual_seed(0)
         return _transformer(self) if self.is_transformer else _products(self)
 
@@ -109,7 +109,7 @@ def _contender(case: Case, loop: Callable[..., Callable[[], Any]]) -> Contender:
     run = loop(model, optimizer, case.scaler(), case.window)
 
     def outcome(_: object) -> list[Tensor]:
-        """The mean of gradients; SGD has none, and moves along them."""
+        """Return AdamW's mean of gradients, or how far SGD has moved along them."""
         means = [state["exp_avg"] for state in optimizer.state.values() if "exp_avg" in state]
         if means:
             return means
@@ -117,7 +117,7 @@ def _contender(case: Case, loop: Callable[..., Callable[[], Any]]) -> Contender:
         return [torch.cat([tensor.flatten() for tensor in moved])]
 
     def windows() -> None:
-        """A window of one may leave its gradients to the next."""
+        """Run a window; twice if it has one micro-batch, which may leave gradients to the next."""
         for _ in range(1 + (case.window == 1)):
             run()
 
@@ -220,7 +220,7 @@ def _step(scaler: GradScaler | None, optimizer: Optimizer) -> None:
 
 
 def _products(case: Case) -> Model:
-    """One product for each parameter: next to nothing besides its gradient."""
+    """Make one product for each parameter, which takes next to nothing besides its gradient."""
     sizes = case.shape.sizes()
     options = {"device": case.device, "dtype": case.dtype}
     parameters = [nn.Parameter(torch.zeros(size, **options)) for size in sizes]

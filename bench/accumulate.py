@@ -125,7 +125,7 @@ def figures(device: torch.device) -> list[Figure]:
 
 
 def jobs(args: argparse.Namespace, device: torch.device) -> Iterator[Job]:
-    """The jobs called for, one after the other; a tiny model is about the boundary alone."""
+    """Yield the jobs called for; a tiny model is about the boundary alone."""
     for shape in args.shape or default_shapes(device, args.quick):
         for name in args.jobs:
             if name != "window" and (shape.role != TINY or name == "boundary"):

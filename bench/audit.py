@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def audit_job(name: str, model: nn.Module, width: int, rows: int) -> Job:
-    """A window without an audit, and one inside."""
+    """Return the job to run a window, without an audit and inside of one."""
     parameters = list(model.parameters())
     device, optimizer = parameters[0].device, torch.optim.AdamW(parameters)
 

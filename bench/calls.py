@@ -65,13 +65,13 @@ def traced(function: Callable[[], Any]) -> Trace:
 
 
 def through_backward(opt: accumext.AccumulatingOptimizer, loss: Tensor) -> None:
-    """One micro-batch."""
+    """Run one micro-batch."""
     opt.backward(loss)
     opt.step()
 
 
 def in_a_micro_batch(opt: accumext.AccumulatingOptimizer, loss: Tensor) -> None:
-    """One micro-batch, whose passes stand in a block."""
+    """Run one micro-batch, whose passes stand in a block."""
     with opt.micro_batch():
         opt.backward(loss)
     opt.step()
@@ -100,7 +100,7 @@ def window_of(count: int, step: Callable[..., Any], **settings: Any) -> list[Tra
 
 
 def decoder_passes() -> tuple[Trace, Trace]:
-    """`decode_loss` of a GRU fed its own argmax, and its backward pass."""
+    """Trace `decode_loss` of a GRU fed its own argmax, and its backward pass."""
     embedding, cell, head = nn.Embedding(100, 8), nn.GRUCell(8, 16), nn.Linear(16, 100)
     targets = torch.randint(100, (12, 4))
     outputs = []

@@ -189,7 +189,7 @@ def tensors(quick: bool) -> Checks:
 
 
 def decoder_of(*shape: int) -> tuple[Decoder, Tensor]:
-    """A GRU in float64 with targets, and its first state."""
+    """Return a GRU in float64 with targets, and its first state."""
     torch.manual_seed(0)
     decoder = Decoder(Shape(*shape), "gru", CPU).cast(torch.float64)
     return decoder, torch.randn(shape[1], shape[3], dtype=torch.float64)
@@ -201,7 +201,7 @@ def loss_of(decoder: Decoder, state: Tensor, **options: Any) -> accumext.DecodeO
 
 
 def compare(out: accumext.DecodeOutput, decoder: Decoder, state: Tensor, window: int) -> str:
-    """The sentence on how near loss and gradients are to those by hand."""
+    """Say how near loss and gradients are to those by hand."""
     gradients = torch.autograd.grad(out.loss, decoder.parameters())
     truth = exact(decoder, out.inputs, state, window)
     assert torch.equal(out.tokens, truth.greedy), "a token is not the argmax"

@@ -23,7 +23,7 @@ LONG_FILE = 400
 
 
 def dotted(path: Path) -> str:
-    """`accumext.decoder._cells` of its path; a package of its `__init__`."""
+    """Return `accumext.decoder._cells` for its path, and a package for its `__init__`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -33,12 +33,12 @@ PACKAGES = sorted(dotted(path.parent) for path in SOURCES if path.name == "__ini
 
 
 def place(module: str) -> str:
-    """The module or package on top that it is, or is in."""
+    """Return the module or package on top that it is, or is in."""
     return ".".join(module.split(".")[:2])
 
 
 def imported(path: Path, checking: bool = False) -> set[str]:
-    """Modules of ours that a file imports; with `checking` also those for type checkers alone."""
+    """Return modules of ours that a file imports; with `checking` those for type checkers, too."""
     names, ignored = set[str](), set[ast.AST]()
     for node in ast.walk(TREES[path]):  # a block before what is in it
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" and not checking:
@@ -55,7 +55,7 @@ def imported(path: Path, checking: bool = False) -> set[str]:
 
 
 def on_top() -> dict[str, set[str]]:
-    """What each package, loose module, and `accumext` itself import of the others."""
+    """Return what each package, loose module, and `accumext` itself import of the others."""
     graph: dict[str, set[str]] = {place(name): set() for name in MODULES}
     for name, path in MODULES.items():
         graph[place(name)] |= {place(other) for other in imported(path)} - {place(name)}
@@ -63,7 +63,7 @@ def on_top() -> dict[str, set[str]]:
 
 
 def inside(package: str, checking: bool = False) -> dict[str, set[str]]:
-    """What each module of a package imports of the others."""
+    """Return what each module of a package imports of the others."""
     modules = {name for name in MODULES if f"{name}.".startswith(f"{package}.")}
     return {name: imported(MODULES[name], checking) & modules for name in modules}
 
@@ -91,7 +91,7 @@ def lines_of(node: ast.FunctionDef | ast.ClassDef) -> int:
 
 
 def long_ones(kind: type[ast.FunctionDef | ast.ClassDef]) -> dict[str, int]:
-    """Functions or classes with too many lines, and how many."""
+    """Return functions or classes with too many lines, and how many."""
     found = {}
     for path, tree in TREES.items():
         for node in ast.walk(tree):
@@ -110,7 +110,7 @@ def lines_in(folder: str, *endings: str) -> int:
 
 
 def plan(graph: Mapping[str, Iterable[str]]) -> str:
-    """The number of floors, or the circle."""
+    """Return the number of floors, or the circle."""
     try:
         return str(floors(graph))
     except ValueError as error:

@@ -60,7 +60,7 @@ class Job(NamedTuple):
 
 
 def generate_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
-    """Tokens of a decoder that reads its own."""
+    """Yield jobs of tokens of a decoder that reads its own."""
     words, batch, size, steps = (997, 4, 32, 6) if quick else (50_000, 16, 512, 32)
     embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
     cell = nn.GRUCell(size, size).to(device)
@@ -71,7 +71,7 @@ def generate_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
         return out.log_probs, out.scores
 
     def loop(choose: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
-        """The tokens that `choose` takes of logits [B, V]."""
+        """Generate the tokens that `choose` takes of logits [B, V]."""
         h, tokens = state, torch.zeros(batch, dtype=torch.long, device=device)
         log_probs = []
         with torch.no_grad():
@@ -127,7 +127,7 @@ def generate_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
 
 
 def rollout_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
-    """A model that is fed its own output."""
+    """Yield the job of a model that is fed its own output."""
     size, batch, steps = (16, 4, 24) if quick else (256, 32, 256)
     cell = nn.GRUCell(size, size).to(device)
     hidden, first = torch.randn(2, batch, size, device=device)
@@ -158,7 +158,7 @@ def rollout_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
 
 
 def teacher_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
-    """Known tokens, and modules of torch."""
+    """Yield jobs of known tokens and modules of torch."""
     words, batch, size, steps = (499, 4, 32, 8) if quick else (10_000, 20, 650, 35)
     embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
     tokens = torch.randint(words, (steps + 1, batch), device=device)
@@ -169,7 +169,7 @@ def teacher_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
 
 
 def function_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
-    """A cell that is a function, with or without attention."""
+    """Yield jobs of a cell that is a function, with or without attention."""
     for name, batch, size, words in (
         ("GRU", 8, 64, 64), ("GRU", 8, 64, 1000), ("attention", 16, 256, 1000)
     ):  # fmt: skip
@@ -229,7 +229,7 @@ KNOWN = (  # steps, rows, embedding and state, vocabulary
 
 
 def known_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
-    """Known tokens at many sizes."""
+    """Yield jobs of known tokens at many sizes."""
     for steps, batch, size, words in ((6, 3, 16, 97),) if quick else KNOWN:
         embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
         tokens = torch.randint(words, (steps + 1, batch), device=device)
@@ -242,7 +242,7 @@ def known_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
 
 
 def precision_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
-    """The same calls in every precision."""
+    """Yield jobs of the same calls in every precision."""
     words, size, steps, rows = (997, 32, 4, (2, 8)) if quick else (8_000, 256, 20, PRECISION_ROWS)
     float32 = nn.Embedding(words, size), nn.GRU(size, size), nn.Linear(size, words)
     for batch in rows:
@@ -266,7 +266,7 @@ PRECISION_ROWS = (1, 2, 4, 6, 8, 16, 32, 64)
 def _in_precision(
     call: str, modules: list[nn.Module], targets: Tensor, autocast: torch.dtype | None
 ) -> Sequence[Tensor]:
-    """One call of accumext, with its backward pass if it has one."""
+    """Run one call of accumext, with its backward pass if it has one."""
     (steps, batch), embedding = targets.shape, modules[0].weight
     state = embedding.new_zeros(1, batch, embedding.shape[1])
     _forgetter(*modules)()
@@ -280,7 +280,7 @@ def _in_precision(
 def module_job(
     name: str, embedding: nn.Module, module: nn.Module, head: nn.Linear, tokens: Tensor
 ) -> Job:
-    """A recurrent module of torch on known tokens [T + 1, B]."""
+    """Return the job of a recurrent module of torch on known tokens [T + 1, B]."""
     modules, inputs, targets = (embedding, module, head), tokens[:-1], tokens[1:]
 
     def ours() -> Sequence[Tensor]:
@@ -333,7 +333,7 @@ def measure(job: Job, device: torch.device, seconds_of: Clock, repetitions: int)
 
 
 def figures_of(job: Job, result: Result) -> list[dict[str, Any]]:
-    """Figures as _report prints them."""
+    """Return figures as _report prints them."""
     rows = []
     for against, target in job.figures:
         q1, median, q3 = result.ratio(OURS, against)
@@ -345,7 +345,7 @@ def figures_of(job: Job, result: Result) -> list[dict[str, Any]]:
 
 
 def rows_of(result: Result) -> list[dict[str, Any]]:
-    """A row for each way of a job."""
+    """Return a row for each way of a job."""
     quantities = ("job", "contender", "runs", "seconds", "times_faster", "time_over_first")
     return [
         {name: row[name] for name in quantities} | {"peak_bytes": result.memory[row["contender"]]}

@@ -84,7 +84,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def line(result: Result) -> str:
-    """The peaks of one T."""
+    """Return a line with the peaks of one T."""
     found, left_out = result.checked, result.left_out
     peaks = (
         f"{found[name].peak_bytes / MIB:.2f}" if name in found else left_out.get(name, "")

@@ -73,7 +73,7 @@ def through_a_file(state: Any) -> Any:
 
 
 def carried(kind: Kind, way: str, model: nn.Module, opt: Any, make: Callable[..., Any]) -> Any:
-    """A copy of both, or others that were given their states."""
+    """Return a copy of both, or others that were given their states."""
     if way == "copied":
         return copy.deepcopy((model, opt))
     states = through_a_file((model.state_dict(), opt.state_dict()))
@@ -85,7 +85,7 @@ def carried(kind: Kind, way: str, model: nn.Module, opt: Any, make: Callable[...
 
 
 def by_hand(kind: Kind, job: Job, form: Form) -> list[Tensor]:
-    """The parameters; `form` makes the gradients of a window of their sums."""
+    """Train by hand and return the parameters; `form` makes a window's gradients of their sums."""
     model = made(kind, job.masters)
     stepped = dict(model.named_parameters())
     halves = [(name, p) for name, p in stepped.items() if job.masters]
@@ -112,7 +112,7 @@ def by_hand(kind: Kind, job: Job, form: Form) -> list[Tensor]:
 
 
 def wrapped(kind: Kind, job: Job) -> list[Tensor]:
-    """The parameters."""
+    """Train in the wrapper and return the parameters."""
 
     def wrap(params: dict[str, nn.Parameter], **options: Any) -> accumext.AccumulatingOptimizer:
         scaler = torch.amp.GradScaler("cpu", growth_interval=2) if job.scaler else None
@@ -150,7 +150,7 @@ def times(factor: float, params: list[nn.Parameter], window: int = 0) -> None:
 
 
 def divided(factor: float, params: list[nn.Parameter], window: int = 0) -> None:
-    """As a fused kernel does it, by a float32."""
+    """Divide as a fused kernel does, by a float32."""
     for p in params:
         p.grad = p.grad / torch.tensor(1 / factor, dtype=torch.float32)
 
@@ -166,12 +166,12 @@ def clipped_at_once(apply: Any, params: list[nn.Parameter], window: int) -> None
 
 
 def copied_fused(params: list[nn.Parameter], window: int) -> None:
-    """A copy of an optimizer of torch no longer says that it takes a scale."""
+    """Do without fusion after the copy: it no longer says that it takes a scale."""
     (divided if window <= INTERRUPTED // 3 else times)(1 / 3, params)
 
 
 def forms(job: Job) -> list[Form]:
-    """By hand first, and what differs from it in one rounding."""
+    """Return the loop by hand, and forms that differ from it in one rounding."""
     if job.clip:
         return [clipped, *(partial(clipped_at_once, apply) for apply in (times, divided))]
     ways = [partial(times, 1 / job.window), partial(divided, 1 / 3), copied_fused]
@@ -184,7 +184,7 @@ def same(these: list[Tensor], those: list[Tensor]) -> bool:
 
 
 def attempt(run: Callable[[], list[Tensor]], start: list[Tensor]) -> list[Tensor] | str:
-    """The parameters after a run, or the words of its error."""
+    """Return the parameters after a run, or the words of its error."""
     try:
         with redirect_stdout(io.StringIO()):
             after = run()
@@ -194,7 +194,7 @@ def attempt(run: Callable[[], list[Tensor]], start: list[Tensor]) -> list[Tensor
 
 
 def verdict(kind: Kind, job: Job) -> tuple[str, str]:
-    """One of those above, and words: of a refusal, or of what is wrong."""
+    """Return a verdict, and words: of a refusal, or of what is wrong."""
     start = [p.detach() for p in made(kind, job.masters).parameters()]
     ours = attempt(partial(wrapped, kind, job), start)
     if isinstance(ours, str) and OP in ours:
@@ -214,7 +214,7 @@ def verdict(kind: Kind, job: Job) -> tuple[str, str]:
 
 
 def judged(kind: Kind, words: dict[str, str]) -> list[str]:
-    """The verdict of every column; words are noted, each with the first place where they come."""
+    """Return the verdict of every column; note words, each with the first place where they come."""
     found = []
     for column, job in COLUMNS.items():
         with warnings.catch_warnings(record=True) as said:

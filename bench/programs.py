@@ -42,7 +42,7 @@ def comparisons(printed: str) -> dict[str, dict[str, float]]:
 
 
 def summary(runs: Sequence[dict[str, dict[str, float]]], title: str) -> dict[str, Any]:
-    """The medians of the runs, and the range of their ratios."""
+    """Return the medians of the runs, and the range of their ratios."""
     columns = {key: [run[title][key] for run in runs] for key in runs[0][title]}
     times = [a / b for a, b in zip(columns["plain PyTorch, s"], columns["accumext, s"])]
     medians = {key: statistics.median(values) for key, values in columns.items()}

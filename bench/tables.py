@@ -45,13 +45,13 @@ AVX512, AVX512_KEPT = "decoder_avx512_2", "decoder_avx512_2_kept"
 
 @functools.cache
 def result(name: str) -> dict[str, Any]:
-    """A file of bench/results."""
+    """Return the content of a file of bench/results."""
     content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return content
 
 
 def one(entries: Iterable[dict[str, Any]], **known: str) -> dict[str, Any]:
-    """The only entry with these values."""
+    """Return the only entry with these values."""
     (found,) = (entry for entry in entries if known.items() <= entry.items())
     return found
 
@@ -61,17 +61,17 @@ def figure(name: str, text: str) -> dict[str, Any]:
 
 
 def contenders(name: str, **known: str) -> dict[str, dict[str, Any]]:
-    """The rows with these values, by their contenders."""
+    """Return the rows with these values, by their contenders."""
     return {row["contender"]: row for row in result(name)["rows"] if known.items() <= row.items()}
 
 
 def median(row: dict[str, Any], quantity: str = "seconds") -> float:
-    """The middle one of three quartiles."""
+    """Return the middle one of three quartiles."""
     return Spread(*row[quantity]).median
 
 
 def span(values: Sequence[float], digits: int = 1) -> str:
-    """The lowest and the highest."""
+    """Return the lowest and the highest."""
     low, high = (f"{of(values):.{digits}f}" for of in (min, max))
     return low if low == high else f"{low}-{high}"
 
@@ -97,20 +97,20 @@ Lines = list[str]
 
 
 def markdown(*rows: Sequence[str]) -> Lines:
-    """The rows of a table; the first one is its head."""
+    """Return the lines of a table, of whose rows the first is the head."""
     lines = ["|".join(("", *(f" {cell} " if cell else " " for cell in row), "")) for row in rows]
     return [lines[0], "|---" * len(rows[0]) + "|", *lines[1:]]
 
 
 def by_role(head: str, rows: dict[str, Callable[[str], str]]) -> Lines:
-    """A column for each of the decoder's shapes; a row says what its cell is."""
+    """Make a column for each of the decoder's shapes; a row says what its cell is."""
     cases = [contenders(AVX2, role=role)[OURS] for role in ROLES]
     sizes = (f"T={found['steps']}, B={found['batch']}, H={found['size']}" for found in cases)
     return markdown((head, *sizes), *((label, *map(of, ROLES)) for label, of in rows.items()))
 
 
 def decoder_ratios(rows: dict[str, tuple[str, tuple[str, ...]]]) -> Lines:
-    """Medians, of accumext beside another contender."""
+    """Show how many times as fast as another contender accumext is, in the median."""
 
     def cell(other: str, runs: tuple[str, ...], role: str) -> str:
         found = [contenders(run, role=role)[other] for run in runs]
@@ -137,7 +137,7 @@ def decoder_times() -> Lines:
 
 
 def decoder_by_shape() -> Lines:
-    """Medians in ms if the heap is kept; before those with two threads, those by default."""
+    """Show medians in ms if the heap is kept; before those with two threads, those by default."""
 
     def medians(source: str) -> dict[str, dict[str, str]]:
         found: dict[str, dict[str, str]] = {}
@@ -170,7 +170,7 @@ def decoder_on_a_gpu() -> Lines:
 
 
 def known() -> Lines:
-    """Medians in ms of known inputs: accumext / the better of PyTorch's two ways."""
+    """Show medians in ms of known inputs: accumext / the better of PyTorch's two ways."""
     found: dict[str, dict[tuple[int, str], str]] = {}
     for threads in (1, 2):
         source = f"known_avx2_{threads}"
@@ -191,7 +191,7 @@ def known() -> Lines:
 
 
 def precision() -> Lines:
-    """The time over that of float32, of modules or under autocast, whichever is more."""
+    """Show the time over that of float32, of modules or under autocast, whichever is more."""
     calls = {
         "generate": "`generate`",
         "greedy": "`decode_loss`, greedy",
@@ -214,7 +214,7 @@ def precision() -> Lines:
 
 
 def loops(source: str, usual: str, ours: str, rows: dict[str, str]) -> Lines:
-    """A row is its label and its job, whose first way is the usual one."""
+    """Show jobs by their labels; the first way of each is the usual one."""
     body = []
     for label, name in rows.items():
         ways = contenders(source, job=name)
@@ -243,7 +243,7 @@ def rollout() -> Lines:
 
 
 def gradients(source: str, head: Sequence[str], *rows: tuple[str, ...]) -> Lines:
-    """A row is its cells, and last its figure; beside it what the memory allows."""
+    """Show rows that are cells and last a figure; beside it what the memory allows."""
     body = []
     for *cells, text in rows:
         found = figure(source, text)
@@ -255,7 +255,7 @@ def gradients(source: str, head: Sequence[str], *rows: tuple[str, ...]) -> Lines
 
 
 def steps(source: str, labels: dict[str, str]) -> Lines:
-    """A complete step of the wrapper, and what the memory allows for the large one."""
+    """Show a complete step of the wrapper, and what the memory allows for the large one."""
     rows = []
     for optimizer in ("AdamW fused", "SGD foreach"):
         for shape, words in labels.items():
@@ -272,7 +272,7 @@ def steps(source: str, labels: dict[str, str]) -> Lines:
 
 
 def masters() -> Lines:
-    """Shares of the memory's speed: the median of several runs, the lowest and the highest."""
+    """Show shares of the memory's speed: the median of several runs, the lowest and the highest."""
     rows = []
     for label, job, ours in (
         ("`accumulate_` of bfloat16 into float32", "accumulate_ bf16", OURS),
@@ -293,7 +293,7 @@ def masters() -> Lines:
 
 
 def programs() -> Lines:
-    """Medians of the runs, and the range of their ratios."""
+    """Show medians of the runs, and the range of their ratios."""
     rows = []
     for (program, title), label in {
         ("attention_seq2seq", "teacher"): "attention, teacher-forced",
@@ -328,7 +328,7 @@ WINDOW_LOOPS = {
 
 
 def window_jobs(shape: tuple[int, int]) -> dict[str, dict[str, dict[str, Any]]]:
-    """The jobs of whole windows of a shape, by their names without it: the rows of their loops."""
+    """Return jobs of whole windows of a shape, by their names without it: rows by their loops."""
     jobs: dict[str, dict[str, dict[str, Any]]] = {}
     for row in result("windows_cpu")["rows"]:
         if row["job"].startswith("window") and (row["elements"], row["tensors"]) == shape:
@@ -338,12 +338,12 @@ def window_jobs(shape: tuple[int, int]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def over_by_hand(job: dict[str, dict[str, Any]], loop: str) -> float:
-    """The time of a window over that of the loop by hand, its first, in the median."""
+    """Return the time of a window over that of the loop by hand, its first, in the median."""
     return median(job[loop], "time_over_first")
 
 
 def windows_in_short() -> Lines:
-    """Ranges over all optimizers and windows in full precision; sets of gradients beside."""
+    """Show ranges over all optimizers and windows in full precision, and sets of gradients."""
     rows = []
     for shape, label in WINDOW_SHAPES.items():
         jobs = {name: job for name, job in window_jobs(shape).items() if "bf16" not in name}
@@ -356,7 +356,7 @@ def windows_in_short() -> Lines:
 
 
 def windows_in_full() -> Lines:
-    """Medians of every job; for bfloat16 `accumulate_in_backward` is the last."""
+    """Show medians of every job; for bfloat16 `accumulate_in_backward` is the last."""
     shapes = [window_jobs(shape) for shape in WINDOW_SHAPES]
     rows = []
     for name in dict.fromkeys(name for jobs in shapes for name in jobs):
@@ -369,7 +369,7 @@ def windows_in_full() -> Lines:
 
 
 def foreign_optimizers() -> Lines:
-    """Those of a package in one row if all was found alike."""
+    """Show the optimizers of a package in one row if all was found alike."""
     content = result("optimizers_cpu")
     alike: dict[tuple[str, ...], list[str]] = {}
     for package, version, name, *found in content["optimizers"]:
@@ -382,7 +382,7 @@ def foreign_optimizers() -> Lines:
 
 
 def trainers(columns: Mapping[str, Callable[[_trainers.Row], str]]) -> Lines:
-    """A row for each loop of a trainer of which one of the columns says something."""
+    """Show each loop of a trainer of which one of the columns says something."""
     found = [
         (row.name, *cells)
         for row in _trainers.rows(result("trainers_cpu"))
@@ -392,7 +392,7 @@ def trainers(columns: Mapping[str, Callable[[_trainers.Row], str]]) -> Lines:
 
 
 def trainers_others() -> Lines:
-    """What is no step with factors, the programs that failed, and versions."""
+    """List what is no step with factors, the programs that failed, and versions."""
     content = result("trainers_cpu")
     found = [
         f"{row.name}: {said}" for row in _trainers.rows(content) if (said := _trainers.notes(row))
@@ -567,7 +567,7 @@ TABLES = {
 
 
 def written(text: str) -> str:
-    """The text of a page with its tables as the results say."""
+    """Return the text of a page with its tables as the results say."""
 
     def anew(place: re.Match[str]) -> str:
         name = place[1]
