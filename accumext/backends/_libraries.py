@@ -138,9 +138,9 @@ class _Library:
     def _check_record(self, record: dict[str, Any]) -> None:
         if _build.torch_is_too_old(torch):
             raise RuntimeError(f"torch {torch.__version__} is too old for them")
-        nvcc = record.get("nvcc")
-        if self.name == "cuda" and nvcc and _major(nvcc) != _major(str(torch.version.cuda)):
-            raise RuntimeError(f"compiled for CUDA {nvcc}, torch is for CUDA {torch.version.cuda}")
+        nvcc, cuda = record.get("nvcc"), str(torch.version.cuda)
+        if self.name == "cuda" and nvcc and nvcc.partition(".")[0] != cuda.partition(".")[0]:
+            raise RuntimeError(f"compiled for CUDA {nvcc}, torch is for CUDA {cuda}")
 
     def _open(self, path: Path) -> None:
         """Load a library; raise RuntimeError if it lacks an operator that it should have.
@@ -320,10 +320,6 @@ def _check_length(path: Path) -> None:
     size = path.stat().st_size
     if size < max(ends):
         raise OSError(f"{path} is cut short: {size} bytes of {max(ends)}")
-
-
-def _major(version: str) -> str:
-    return version.split(".")[0]
 
 
 _CPU, _CUDA = _Library("cpu", tested=False), _Library("cuda", tested=True)
