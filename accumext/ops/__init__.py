@@ -116,9 +116,9 @@ def _run_on_copies(
 
     Operators do not write lists with negated views in them: these are written through copies.
     """
-    broken = _contracts.broken(error, contract, written, read, **options)
-    if broken is not error or not any(tensor.is_neg() for tensor in written):
-        raise broken from None
+    explained = _contracts.explain(error, contract, written, read, **options)
+    if explained is not error or not any(tensor.is_neg() for tensor in written):
+        raise explained from None
     plain = [tensor.resolve_neg() for tensor in written]
     result = op(plain, read, **options)
     for tensor, values in zip(written, plain, strict=True):
@@ -357,7 +357,7 @@ def total_norm(
         norm: Tensor = op(grads, norm_type=norm_type, inv_scale=inv_scale, found_inf=found_inf)
     except (AttributeError, RuntimeError, TypeError) as error:
         options = {"norm_type": norm_type, "inv_scale": inv_scale, "found_inf": found_inf}
-        raise _contracts.broken(error, _contracts.total_norm, grads, **options) from None
+        raise _contracts.explain(error, _contracts.total_norm, grads, **options) from None
     _mark_written((), found_inf)
     return norm
 
@@ -395,9 +395,9 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
         _require_writable(grads)
         op(grads, factor)
     except (AttributeError, RuntimeError, TypeError) as error:
-        broken = _contracts.broken(error, _contracts.scale_, grads, factor)
-        if broken is not error or not any(grad.is_neg() for grad in grads):
-            raise broken from None
+        explained = _contracts.explain(error, _contracts.scale_, grads, factor)
+        if explained is not error or not any(grad.is_neg() for grad in grads):
+            raise explained from None
         # Multiplying the memory under a negated view multiplies the view as well.
         op([negated_view(grad) if grad.is_neg() else grad for grad in grads], factor)
     _mark_written(grads)

@@ -114,7 +114,7 @@ def check(contract: Callable[..., Tensors], *args: Any, **options: Any) -> Tenso
     return tensors
 
 
-def broken(
+def explain(
     error: Exception, contract: Callable[..., Tensors], *args: Any, **options: Any
 ) -> Exception:
     """Return the exception of a failed call: that of the first check that fails, else `error`."""
