@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 import accumext
-from accumext.tensors import torch_private as private
+from accumext.tensors import torch_private_distributed as private
 
 STEPS, ROWS, VOCABULARY, SIZE = 5, 12, 11, 6  # rows of a micro-batch of all ranks together
 # Embedding, cell and head: a call gathers each once forward and once backward, and reduces it once.
@@ -168,7 +168,7 @@ def micro_batches(rank=0, world=1):
 
 def records(*modules):
     """What `fully_shard` keeps of the parameters of modules."""
-    return [record for module in modules for record, _ in private._sharded_parameters(module)]
+    return [record for module in modules for record, _ in private._fsdp_parameters(module)]
 
 
 def is_resharded(*modules):
