@@ -11,7 +11,7 @@ from accumext.decoder._objective import Objective, objective_from
 from accumext.decoder._plan import Plan, plan_from
 from accumext.decoder._tokens import Tokens, tokens_from
 from accumext.ops.wgrad_fusion import may_fuse
-from accumext.recurrence import WHOLE, Truncation
+from accumext.recurrence import NO_TRUNCATION, Truncation, truncation_from
 
 
 class Call(NamedTuple):
@@ -30,9 +30,9 @@ def call_from(given: Arguments, has_data: bool = True) -> Call:
     model = model_from(OP, given, has_data)
     tokens = tokens_from(model, given)
     objective = objective_from(tokens, model.head_weight, given)
-    k1, k2, clip, truncation = given["k1"], given["k2"], given["state_grad_clip"], WHOLE
+    k1, k2, clip, truncation = given["k1"], given["k2"], given["state_grad_clip"], NO_TRUNCATION
     if given["truncation"] != "fixed" or not k1 is k2 is clip is None:
-        truncation = Truncation.of(OP, k1, k2, given["truncation"], clip)
+        truncation = truncation_from(OP, k1, k2, given["truncation"], clip)
     in_forward = objective.reduction != "none" and not may_fuse(model.head_weight)
     plan = plan_from(
         given["memory_budget"], shape=tokens.shape, words=len(model.head_weight),

@@ -25,7 +25,7 @@ from accumext.decoder._module_calls import (
 )
 from accumext.decoder._observations import rows_of
 from accumext.decoder._parameters import with_parameters_of
-from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, keeps_graph
+from accumext.decoder._plan import PRE_ACTIVATION_DEVICES, PRE_ACTIVATIONS, SEGMENT, keeps_graph
 from accumext.decoder._rnn_weights import (
     GRU,
     LSTM,
@@ -199,7 +199,9 @@ def _memory_of_rnn(call: Call, rnn: RnnWeights) -> CellMemory:
     cast = [w for w in given if w.dim() == 2 and w.dtype != operands]
     casts = sum(w.numel() for w in cast) * operands.itemsize
     transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
-    transposed *= model.device.type not in HANDED_OUT  # kernels of a CPU need no transposed copy
+    transposed *= (
+        model.device.type not in PRE_ACTIVATION_DEVICES
+    )  # kernels of a CPU need no transposed copy
     # Two gradients of the state: that of a window, and the sum over windows.
     left = gradients + transposed + 2 * state
     trained, rounded_size = _table_size(model), model.head_weight.element_size()
@@ -221,7 +223,7 @@ def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
     steps = min(tokens.steps, max(1, rows // max(1, tokens.batch)))
     inputs = (model.table.weight.shape[1] + rnn.units) * model.dtypes.cell.itemsize
     products = rnn.gates
-    if rnn.gates > 1 and model.device.type in HANDED_OUT:
+    if rnn.gates > 1 and model.device.type in PRE_ACTIVATION_DEVICES:
         products = 0 if call.plan.pre_activation_bytes else PRE_ACTIVATIONS
     return steps * tokens.batch * (inputs + products * rnn.units * size)
 

@@ -172,7 +172,7 @@ def _check_computable(op: str, weights: Mapping[str, Tensor]) -> None:
             advice = "accumext.decode_memory takes such tensors, for the memory of a call"
             fail_type(op, name, "hold numbers", got, advice)
         if weight.is_inference() and not torch.is_inference_mode_enabled():
-            contract = "not be made in torch.inference_mode where it is to be used outside"
+            contract = "not be made in torch.inference_mode if it is to be used outside"
             advice = "Make the module outside, or copy.deepcopy(module) there"
             if name == "inputs":
                 advice = "Pass inputs.clone()"
@@ -192,7 +192,7 @@ def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
         if embedding.scale_grad_by_freq:
             fail_value(op, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
         if limit is not None and sharded_state(embedding) is not None:
-            contract = "have no max_norm where it is sharded, for what lookups write would be lost"
+            contract = "have no max_norm if it is sharded, for what lookups write would be lost"
             fail_value(op, "embedding", contract, limit)
         token = 0 if padding is None else padding
         options = (token, padding, limit, embedding.norm_type, embedding.sparse)

@@ -166,7 +166,7 @@ def _soft_targets(given: Any, counted: Tensor, head_weight: Tensor) -> SoftTarge
         size = probabilities.shape[1]
         if indices is None:
             if size != words:
-                contract = f"have all {words} words where no indices are given"
+                contract = f"have all {words} words if no indices are given"
                 fail_value(OP, "soft_targets[0]", contract, f"{size} of them")
         else:
             indices = _per_token(1, indices, (torch.int64,), counted, head_weight, torch.int64)

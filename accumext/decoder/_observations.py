@@ -30,9 +30,9 @@ def rows_of(given: Arguments) -> tuple[EmbeddingTable, Tensor]:
         advice = "None is for observations: pass them as floating-point inputs [T, B, E]"
         fail_type(OP, "embedding", contract, "NoneType", advice)
     if not isinstance(inputs, Tensor) or inputs.dtype not in FLOAT_DTYPES:
-        contract = "be a floating-point tensor [T, B, E] where embedding is None"
+        contract = "be a floating-point tensor [T, B, E] if embedding is None"
         fail_type(OP, "inputs", contract, type_name(inputs))
-    observed = "where inputs are observations"
+    observed = "if inputs are observations"
     if not isinstance(feedback, str) or feedback != "teacher":
         got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
         fail_value(OP, "feedback", f"be 'teacher' {observed}, which are all that is fed", got)

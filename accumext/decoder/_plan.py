@@ -35,7 +35,7 @@ SEGMENT = 16
 KEPT_GRAPH = 2**24
 
 PRE_ACTIVATIONS = 4  # per unit of a GRU or LSTM
-HANDED_OUT = ("cpu", "meta")  # devices whose operators write them; meta predicts for a CPU
+PRE_ACTIVATION_DEVICES = ("cpu", "meta")  # whose operators write them; meta predicts for a CPU
 
 # Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU enough
 # for products to use all of it, in few launches.
@@ -82,7 +82,7 @@ def plan_from(
     most = batch if free_running and gradients_in_forward else steps * batch
     wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
     kept, budget = 0, memory_budget
-    if rnn is not None and rnn.gates > 1 and device in HANDED_OUT:
+    if rnn is not None and rnn.gates > 1 and device in PRE_ACTIVATION_DEVICES:
         units = rnn.layers * PRE_ACTIVATIONS * rnn.units
         kept = steps * batch * units * dtypes.accumulation.itemsize
     if budget is not None:

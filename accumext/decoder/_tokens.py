@@ -16,6 +16,7 @@ from accumext.recurrence import (
     Resets,
     State,
     check_batch_dim,
+    feedback_from,
     resets_of,
     tensors,
     within_length_of,
@@ -61,7 +62,7 @@ def tokens_from(model: Model, given: Arguments) -> Tokens:
     else:
         targets, counted = _targets(given["targets"], given["ignore_index"], device)
         if given["steps"] is not None:
-            fail_value(OP, "steps", "be None where there are targets", given["steps"])
+            fail_value(OP, "steps", "be None if there are targets", given["steps"])
         size, batch = targets.shape
         _check_layout(cell, targets, given)
     shape, within_length = (size, batch), None
@@ -89,7 +90,7 @@ def tokens_from(model: Model, given: Arguments) -> Tokens:
         check_batch_dim(OP, state, batch, given["batch_dim"])
     if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
         fail_value(OP, "eos", f"be in [0, {words})", eos)
-    source = Feedback.of(
+    source = feedback_from(
         OP, given["feedback"], fed, start=given["start"], inputs=given["inputs"],
         teacher_forcing=given["teacher_forcing"], temperature=given["temperature"],
         generator=given["generator"], rows=rows, draw=given["draw"],
@@ -106,7 +107,7 @@ def _check_renormalised(model: Model) -> None:
     """Raise if lookups of predictions would write into the head's weight."""
     table = model.table
     if share_memory(model.head_weight, table.weight):
-        contract = "have no max_norm where the head shares its weight and predictions are fed"
+        contract = "have no max_norm if the head shares its weight and predictions are fed"
         advice = "Renormalise the weight before the call: weight.renorm_(2, 0, max_norm)"
         fail_value(OP, "embedding", contract, table.max_norm, advice)
 
@@ -128,13 +129,13 @@ def _free_steps(given: Arguments) -> int:
     """Return the number of steps of a call without targets, which predicts its own, checked."""
     feedback, inputs, steps = given["feedback"], given["inputs"], given["steps"]
     if not isinstance(feedback, str) or feedback not in ("sample", "greedy"):
-        contract = "be 'sample' or 'greedy' where targets are None"
+        contract = "be 'sample' or 'greedy' if targets are None"
         got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
         fail_value(OP, "feedback", contract, got)
     if inputs is not None:
-        fail_value(OP, "inputs", "be None where targets are None", type_name(inputs))
+        fail_value(OP, "inputs", "be None if targets are None", type_name(inputs))
     if steps is None:
-        fail_value(OP, "steps", "be given where targets are None", None)
+        fail_value(OP, "steps", "be given if targets are None", None)
     size = integer(OP, "steps", steps)
     if size < 0:
         fail_value(OP, "steps", "be at least 0", size)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accumext.decoder._call import Call
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
-from accumext.recurrence import OPEN_GATE, WHOLE, State
+from accumext.recurrence import NO_TRUNCATION, OPEN_GATE, State
 
 
 class Decoded(NamedTuple):
@@ -42,7 +42,7 @@ class Transcript:
         self.truncation, self.plan = truncation, plan
         self.source = tokens.feedback.drawn()
         self.gate = OPEN_GATE
-        if truncation is not WHOLE:
+        if truncation is not NO_TRUNCATION:
             generator, weight = tokens.feedback.generator, model.head_weight
             self.gate = truncation.gate(*tokens.shape, weight, generator, tokens.resets)
         shape, device, pad = tokens.shape, model.device, model.table.padding_token

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accumext.decoder import Model, batch_size, model_from
 from accumext.distributed import gathered_once
 from accumext.generation._beam_search import beam_search
-from accumext.generation._output_layer import OutputLayer
+from accumext.generation._output_layer import output_layer_of
 from accumext.generation._sampling import Draw, generate_tokens
 from accumext.generation._stepper import OP, Stepper
 from accumext.generation._token_filters import TokenFilter
@@ -211,7 +211,7 @@ def _stepper(model: Model, eos: Any, lengths: Any, batch: int, steps: int) -> St
     if rnn is not None and rnn.dropout > 0 and rnn.layers > 1:
         rnn = None  # in training mode, the module is called for its dropout between layers
     ends = lengths is not None or eos is not None
-    layer = OutputLayer.of(model)
+    layer = output_layer_of(model)
     return Stepper(model, layer, rnn, eos, limits, ends)
 
 

@@ -31,7 +31,7 @@ def generate_tokens(
     token_filter: TokenFilter,
 ) -> Generated:
     """Generate up to `steps` tokens of every row."""
-    temperature, *kept = token_filter.of(len(stepper.layer.weight))
+    temperature, *kept = token_filter.operands(len(stepper.layer.weight))
     if stepper.rnn is not None and kept == [len(stepper.layer.weight), 1.0]:
         by_operator = OperatorSteps(stepper, stepper.rnn, state)
         return _in_chunks(by_operator, first, steps, draw, temperature)

@@ -27,6 +27,7 @@ from accumext.recurrence import (
     detach,
     resets_of,
     tensors,
+    truncation_from,
     with_shapes,
     write_counts,
     zero_dependency,
@@ -291,7 +292,7 @@ def _check(
     steps = integer(OP, "steps", steps)
     if steps < 0:
         fail_value(OP, "steps", "be at least 0", steps)
-    bounds = Truncation.of(OP, k1, k2, truncation)
+    bounds = truncation_from(OP, k1, k2, truncation)
     if checkpoint is not None:
         positive_int(OP, "checkpoint", checkpoint)
     if memory_budget is not None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from accumext.distributed import gathered_once
 from accumext.recurrence import (
     Checkpoint,
-    Feedback,
     Inputs,
     KeptState,
     NoBatchAsSequence,
@@ -22,13 +21,13 @@ from accumext.recurrence import (
     Replay,
     Resets,
     State,
-    Truncation,
     batch_dim_of,
     check_batch_dim,
     check_nesting,
     check_options,
     check_unwritten,
     detach,
+    feedback_from,
     freeze,
     hook_beyond,
     map_tensors,
@@ -36,6 +35,7 @@ from accumext.recurrence import (
     observing,
     resets_of,
     tensors,
+    truncation_from,
     windows,
     with_shapes,
     within_length_of,
@@ -255,7 +255,7 @@ class _Losses:
         self.masks = rows is not None and targets.is_floating_point()
         self.targets = targets if rows is None or self.masks else rows.targets(targets)
 
-    def of(self, t: int, output: Tensor) -> Tensor:
+    def at(self, t: int, output: Tensor) -> Tensor:
         rows = self.rows
         given = (rows.counted[t],) if rows is not None and self.masks else ()
         try:
@@ -329,7 +329,7 @@ class _Steps:
                     history.replay.note(t, (output, state))
             if t < begin:
                 continue  # run again for its graph only: its loss was in an earlier window
-            losses.append(self.losses.of(t, output))
+            losses.append(self.losses.at(t, output))
             self._feed_back(t, output)
         return torch.stack(losses).sum(), state
 
@@ -447,7 +447,7 @@ def _check(
             fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
     k1 = positive_int(OP, "k1", k1)
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
-    Truncation.of(OP, k1, k2, "fixed")  # raises if k2 < k1
+    truncation_from(OP, k1, k2, "fixed")  # raises if k2 < k1
     one_of(OP, "reduction", reduction, REDUCTIONS)
     batch_dim_of(OP, batch_dim)
     steps, batch = targets.shape[:2]
@@ -466,7 +466,7 @@ def _check(
         check_options(OP, "teacher", teacher_forcing, temperature, generator)
         return source, k1, k2, active, resets
     fed = targets.clamp(min=0)
-    chosen = Feedback.of(
+    chosen = feedback_from(
         OP, feedback, fed if active is None else torch.where(active, fed, 0), start=start,
         inputs=inputs, teacher_forcing=teacher_forcing, temperature=temperature,
         generator=generator, rows=None,
@@ -486,7 +486,7 @@ def _check_targets(targets: Any, state: Any) -> None:
         if targets.dim() < 2:
             fail_value(OP, "targets", "have shape [T, B, ...]", list(targets.shape), advice)
         if advice is not None:
-            contract = "be int64 tokens where the state is an int64 matrix"
+            contract = "be int64 tokens if the state is an int64 matrix"
             fail_type(OP, "targets", contract, type_name(targets), advice)
     elif targets.dim() != 2:
         fail_value(OP, "targets", "have shape [T, B]", list(targets.shape), advice)
@@ -503,7 +503,7 @@ def _check_layout(targets: Tensor, state: State) -> None:
 def _known_inputs(targets: Tensor, feedback: Any, start: Any, inputs: Any) -> Tensor:
     """Return the inputs of all steps, [T, B, ...], if inputs or targets are floating-point."""
     if not isinstance(feedback, str) or feedback != "teacher":
-        contract = "be 'teacher' where inputs or targets are floating-point"
+        contract = "be 'teacher' if inputs or targets are floating-point"
         got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
         fail_value(OP, "feedback", contract, got, "accumext.rollout feeds a model its own output")
     shape = list(targets.shape[:2])

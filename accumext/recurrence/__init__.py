@@ -9,6 +9,7 @@ from accumext.recurrence._cuts import cuts as cuts
 from accumext.recurrence._feedback import Feedback as Feedback
 from accumext.recurrence._feedback import Inputs as Inputs
 from accumext.recurrence._feedback import check_options as check_options
+from accumext.recurrence._feedback import feedback_from as feedback_from
 from accumext.recurrence._feedback import sample as sample
 from accumext.recurrence._generators import own_generator as own_generator
 from accumext.recurrence._kept_state import KeptState as KeptState
@@ -36,10 +37,11 @@ from accumext.recurrence._states import with_shapes as with_shapes
 from accumext.recurrence._states import within_length_of as within_length_of
 from accumext.recurrence._states import write_counts as write_counts
 from accumext.recurrence._states import zero_dependency as zero_dependency
+from accumext.recurrence._truncation import NO_TRUNCATION as NO_TRUNCATION
 from accumext.recurrence._truncation import OPEN_GATE as OPEN_GATE
-from accumext.recurrence._truncation import WHOLE as WHOLE
 from accumext.recurrence._truncation import StateGradientGate as StateGradientGate
 from accumext.recurrence._truncation import Truncation as Truncation
+from accumext.recurrence._truncation import truncation_from as truncation_from
 from accumext.recurrence._truncation import windows as windows
 from accumext.recurrence._unbatched import NoBatchAsSequence as NoBatchAsSequence
 from accumext.recurrence._unbatched import ReadAsSequence as ReadAsSequence

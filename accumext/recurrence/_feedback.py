@@ -38,35 +38,6 @@ class Feedback:
     samples: bool = False  # predictions are samples, not the argmax
     generator: torch.Generator | None = None
 
-    @staticmethod
-    def of(
-        op: str,
-        feedback: Any,
-        fed: Tensor,  # int64 [T, B]: the targets, with padding in place of ignored ones
-        *,
-        start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
-        rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
-        draw: Any = "argmax",
-    ) -> Feedback:  # fmt: skip
-        """Check the arguments, and return them."""
-        teacher = _teacher_inputs(op, start, inputs, fed, rows)
-        word = "mask"
-        if isinstance(feedback, Tensor):
-            _check_mask(op, feedback, fed)
-        else:
-            word = feedback
-            if word.__class__ is not str or word not in FEEDBACK_WORDS:
-                one_of(op, "feedback", word, FEEDBACK_WORDS, _SHARES)
-        samples = word == "sample"
-        plain = teacher_forcing.__class__ is temperature.__class__ is float and generator is None
-        if not (plain and teacher_forcing == temperature == 1.0 and draw == "argmax"):
-            samples = check_options(op, word, teacher_forcing, temperature, generator, draw)
-        if word == "teacher":
-            return Feedback(teacher, generator=generator)
-        mask = feedback if word == "mask" else None
-        share, temperature = float(teacher_forcing), float(temperature)
-        return Feedback(teacher, word, mask, share, temperature, samples, generator)
-
     def drawn(self) -> Inputs:
         """Return the inputs of one call, with all random numbers that they need."""
         if self.word == "teacher":
@@ -84,6 +55,35 @@ class Feedback:
             uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
         own = self.word in ("greedy", "sample")
         return Inputs(self.teacher, mask, self.temperature, uniforms, own)
+
+
+def feedback_from(
+    op: str,
+    feedback: Any,
+    fed: Tensor,  # int64 [T, B]: the targets, with padding in place of ignored ones
+    *,
+    start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
+    rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
+    draw: Any = "argmax",
+) -> Feedback:  # fmt: skip
+    """Check the arguments, and return them."""
+    teacher = _teacher_inputs(op, start, inputs, fed, rows)
+    word = "mask"
+    if isinstance(feedback, Tensor):
+        _check_mask(op, feedback, fed)
+    else:
+        word = feedback
+        if word.__class__ is not str or word not in FEEDBACK_WORDS:
+            one_of(op, "feedback", word, FEEDBACK_WORDS, _SHARES)
+    samples = word == "sample"
+    plain = teacher_forcing.__class__ is temperature.__class__ is float and generator is None
+    if not (plain and teacher_forcing == temperature == 1.0 and draw == "argmax"):
+        samples = check_options(op, word, teacher_forcing, temperature, generator, draw)
+    if word == "teacher":
+        return Feedback(teacher, generator=generator)
+    mask = feedback if word == "mask" else None
+    share, temperature = float(teacher_forcing), float(temperature)
+    return Feedback(teacher, word, mask, share, temperature, samples, generator)
 
 
 @dataclass(frozen=True)

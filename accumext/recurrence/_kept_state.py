@@ -188,7 +188,7 @@ class KeptState:
         for value in chain.from_iterable(contents for _, contents in self._look().contents):
             if not _has_graph(value) or any(value is other for other in before):
                 continue
-            contract = "keep no tensor with a graph from one call to the next where k1 < k2"
+            contract = "keep no tensor with a graph from one call to the next if k1 < k2"
             got = f"one of shape {list(value.shape)}" if isinstance(value, Tensor) else "a tuple"
             advice = "Hand it on in the state, pass it as context, or detach it"
             raise RuntimeError(message(self.op, self.name, contract, got, advice))

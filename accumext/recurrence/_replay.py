@@ -218,7 +218,7 @@ class Replay:
             raise
 
     def _fail_differentiates(self, cause: RuntimeError | None = None) -> NoReturn:
-        contract = "take no gradients inside of itself where steps run again"
+        contract = "take no gradients inside of itself if steps run again"
         got, advice = "torch.autograd.grad, backward or torch.func", "tbptt takes such a step"
         if self.kept.op == "rollout":
             advice = "Pass checkpoint=steps, which keeps the graph"

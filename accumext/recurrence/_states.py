@@ -218,7 +218,7 @@ def check_batch_dim(op: str, state: State, batch: int, batch_dim: int | None) ->
     inner = range(1, min(map(len, shapes), default=1) - 1)
     others = [dim for dim in inner if all(shape[dim] == batch for shape in shapes)]
     if batch_dim is None and others and batch > 1:
-        contract = f"be given where dimensions 0 and {others[0]} may both be the batch of {batch}"
+        contract = f"be given if dimensions 0 and {others[0]} may both be the batch of {batch}"
         fail_value(op, "batch_dim", contract, f"a state of shape {list(shapes[0])}")
 
 
