@@ -15,14 +15,7 @@ from accumext.decoder._observations import rows_of
 from accumext.decoder._rnn_backward import decode_with_rnn
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.distributed import gathered_once
-from accumext.recurrence import (
-    State,
-    map_leaves,
-    observing,
-    tensors,
-    with_shapes,
-    zero_dependency,
-)
+from accumext.recurrence import State, map_leaves, observing, tensors, with_shapes, zero_dependency
 from accumext.tensors.checks import (
     DrawWord,
     FeedbackWord,

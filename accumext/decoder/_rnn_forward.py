@@ -20,12 +20,7 @@ from torch import Tensor
 from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._plan import PRE_ACTIVATIONS
-from accumext.decoder._rnn_weights import (
-    RnnWeights,
-    dense_rows,
-    operands,
-    states_from,
-)
+from accumext.decoder._rnn_weights import RnnWeights, dense_rows, operands, states_from
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import Resets, cuts
 from accumext.tensors import scalars

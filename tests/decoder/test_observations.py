@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
-from support.decoding import (
-    BATCH,
-    EXACT,
-    SEED,
-    STEPS,
-    VOCABULARY,
-    batch_first,
-    turned,
-    wrapped,
-)
+from support.decoding import BATCH, EXACT, SEED, STEPS, VOCABULARY, batch_first, turned, wrapped
 from torch import Tensor, nn
 
 import accumext
