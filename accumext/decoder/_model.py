@@ -14,7 +14,7 @@ from accumext.decoder._module_calls import changes_when_read, formula_weights
 from accumext.decoder._precision import Dtypes, dtypes_of
 from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.distributed import is_shard
-from accumext.recurrence import Cell, cell_of, parameter_tensors, parts_of
+from accumext.recurrence import Cell, cell_of, context_of, parameter_tensors, parts_of
 from accumext.recurrence.peft import base_layer
 from accumext.tensors.checks import (
     FLOAT_DTYPES,
@@ -141,18 +141,13 @@ def _dropout(op: str, given: Arguments) -> tuple[float, ...]:
 
 
 def _context(op: str, value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
-    if isinstance(value, Tensor) or not isinstance(value, (tuple, list)):
-        fail_type(op, "context", "be a tuple of tensors", type_name(value))
-    for index, tensor in enumerate(value):
-        if not isinstance(tensor, Tensor):
-            fail_type(op, f"context[{index}]", "be a tensor", type_name(tensor))
-    if value and cell.state_shapes is not None:
+    context = context_of(op, value)
+    if context and cell.state_shapes is not None:
         advice = "Wrap the cell: lambda x, state, memory: ..."
-        got = f"{len(value)} tensors"
+        got = f"{len(context)} tensors"
         fail_value(op, "context", "be empty for one of torch's cells", got, advice)
-    if value:
-        same_device(op, "context", list(value), device)
-    return tuple(value)
+    same_device(op, "context", context, device)
+    return context
 
 
 def _check_casts(op: str, embedding: Tensor, of_cell: list[Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._model import OP, Arguments
-from accumext.recurrence import within_length_of
+from accumext.recurrence import feedback_word, within_length_of
 from accumext.tensors.checks import FLOAT_DTYPES, dtype_name, fail_type, fail_value, type_name
 
 
@@ -33,9 +33,8 @@ def rows_of(given: Arguments) -> tuple[EmbeddingTable, Tensor]:
         contract = "be a floating-point tensor [T, B, E] if embedding is None"
         fail_type(OP, "inputs", contract, type_name(inputs))
     observed = "if inputs are observations"
-    if not isinstance(feedback, str) or feedback != "teacher":
-        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
-        fail_value(OP, "feedback", f"be 'teacher' {observed}, which are all that is fed", got)
+    contract = f"be 'teacher' {observed}, which are all that is fed"
+    feedback_word(OP, feedback, ("teacher",), contract, None)
     if isinstance(start, Tensor) or start != 0:
         got = type_name(start) if isinstance(start, Tensor) else start
         fail_value(OP, "start", f"be left at 0 {observed}", got, "The first one is inputs[0]")

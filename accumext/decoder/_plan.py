@@ -92,7 +92,8 @@ def plan_from(
     workspace = plan.rows * exps_bytes + plan.logit_rows * logit_bytes
     if budget is None and kept > max(KEPT_GRAPH, workspace):
         kept = 0
-    bounded, pieces = memory_budget is not None, backward_steps(device, batch)
+    bounded = memory_budget is not None
+    pieces = -(-CELL_ROWS.get(device, CELL_ROWS["cpu"]) // max(1, batch))
     if kept > 0:  # pre-activations are not formed: twice as many steps take the same memory
         pieces *= 2
     return Plan(plan.rows, plan.logit_rows, bounded, pieces, gradients_in_forward, kept)
@@ -116,11 +117,6 @@ def fill_budget(
         rows = (memory_budget - logit_rows * logit_bytes) // exps_bytes
         rows = rows - rows % max(1, batch) or rows
     return Plan(max(1, min(rows, steps * batch)), logit_rows)
-
-
-def backward_steps(device: str, batch: int) -> int:
-    """Return how many steps of torch's modules the backward pass takes at once: CELL_ROWS rows."""
-    return -(-CELL_ROWS.get(device, CELL_ROWS["cpu"]) // max(1, batch))
 
 
 def keeps_graph(steps: int, graph: int, growth: int) -> bool:

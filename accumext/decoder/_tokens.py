@@ -17,6 +17,8 @@ from accumext.recurrence import (
     State,
     check_batch_dim,
     feedback_from,
+    feedback_word,
+    first_outside,
     resets_of,
     tensors,
     within_length_of,
@@ -75,7 +77,9 @@ def tokens_from(model: Model, given: Arguments) -> Tokens:
         fed = torch.full(shape, padding, device=device)
     else:
         targets = torch.where(counted, targets, 0).contiguous()
-        _check_range(targets, words)
+        if (wrong := first_outside(targets, words)) is not None:
+            advice = f"Pass ignore_index={wrong} if it marks ignored targets" if wrong < 0 else None
+            fail_value(OP, "targets", f"be in [0, {words})", wrong, advice)
         fed = targets if padding == 0 else torch.where(counted, targets, padding)
     if state is None:
         state = cell.initial_state(batch, table.weight)
@@ -127,11 +131,9 @@ def _targets(targets: Any, ignore_index: Any, device: torch.device) -> tuple[Ten
 
 def _free_steps(given: Arguments) -> int:
     """Return the number of steps of a call without targets, which predicts its own, checked."""
-    feedback, inputs, steps = given["feedback"], given["inputs"], given["steps"]
-    if not isinstance(feedback, str) or feedback not in ("sample", "greedy"):
-        contract = "be 'sample' or 'greedy' if targets are None"
-        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
-        fail_value(OP, "feedback", contract, got)
+    inputs, steps, words = given["inputs"], given["steps"], ("sample", "greedy")
+    contract = "be 'sample' or 'greedy' if targets are None"
+    feedback_word(OP, given["feedback"], words, contract, None)
     if inputs is not None:
         fail_value(OP, "inputs", "be None if targets are None", type_name(inputs))
     if steps is None:
@@ -153,17 +155,6 @@ def batch_size(
         if leaf.dim() > cell.batch_dim:
             return leaf.shape[cell.batch_dim]
     return next((leaf.shape[0] for leaf in context if leaf.dim() > 0), 1)
-
-
-def _check_range(targets: Tensor, words: int) -> None:
-    """Raise on a CPU if a token is outside [0, V); on a GPU the lookups themselves assert."""
-    if targets.device.type != "cpu" or targets.numel() == 0:
-        return
-    low, high = targets.aminmax()
-    if int(low) < 0 or int(high) >= words:
-        token = int(targets[(targets < 0) | (targets >= words)][0])
-        advice = f"Pass ignore_index={token} if it marks ignored targets" if token < 0 else None
-        fail_value(OP, "targets", f"be in [0, {words})", token, advice)
 
 
 def _check_layout(cell: Cell, targets: Tensor, given: Arguments) -> None:

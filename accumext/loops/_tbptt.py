@@ -26,8 +26,10 @@ from accumext.recurrence import (
     check_nesting,
     check_options,
     check_unwritten,
+    context_of,
     detach,
     feedback_from,
+    feedback_word,
     freeze,
     hook_beyond,
     map_tensors,
@@ -440,11 +442,7 @@ def _check(
             fail_type(OP, name, "be a function or module", f"the class {name_of}", advice)
     _check_targets(targets, state)
     check_nesting(OP, "state", state)
-    if isinstance(context, Tensor) or not isinstance(context, (tuple, list)):
-        fail_type(OP, "context", "be a tuple of tensors", type_name(context))
-    for index, tensor in enumerate(context):
-        if not isinstance(tensor, Tensor):
-            fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
+    context_of(OP, context)
     k1 = positive_int(OP, "k1", k1)
     k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
     truncation_from(OP, k1, k2, "fixed")  # raises if k2 < k1
@@ -502,10 +500,9 @@ def _check_layout(targets: Tensor, state: State) -> None:
 
 def _known_inputs(targets: Tensor, feedback: Any, start: Any, inputs: Any) -> Tensor:
     """Return the inputs of all steps, [T, B, ...], if inputs or targets are floating-point."""
-    if not isinstance(feedback, str) or feedback != "teacher":
-        contract = "be 'teacher' if inputs or targets are floating-point"
-        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
-        fail_value(OP, "feedback", contract, got, "accumext.rollout feeds a model its own output")
+    contract = "be 'teacher' if inputs or targets are floating-point"
+    advice = "accumext.rollout feeds a model its own output"
+    feedback_word(OP, feedback, ("teacher",), contract, advice)
     shape = list(targets.shape[:2])
     if inputs is not None:
         if not isinstance(inputs, Tensor):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accumext.recurrence._states import State, batch_dim_of, check_nesting, copy_nesting, tensors
+from accumext.recurrence._arguments import batch_dim_of
+from accumext.recurrence._states import State, check_nesting, copy_nesting, tensors
 from accumext.recurrence._unbatched import NoBatchAsSequence, ReadAsSequence, may_be_unbatched
 from accumext.tensors.checks import fail_type, fail_value, forward_of, message, type_name
 from accumext.tensors.torch_private import translated_from

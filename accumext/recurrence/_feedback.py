@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from accumext.recurrence._arguments import check_tokens, first_outside, start_of
 from accumext.recurrence._generators import own_generator
 from accumext.tensors.checks import (
     DRAW_WORDS,
@@ -22,6 +22,7 @@ from accumext.tensors.checks import (
     without_effect,
 )
 
+_DEVICE = "the device of targets"
 _SHARE = "feedback='scheduled', teacher_forcing=0.5"
 _SHARES = f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
 
@@ -143,7 +144,7 @@ def _check_mask(op: str, mask: Tensor, fed: Tensor) -> None:
     if mask.shape != fed.shape:
         fail_value(op, "feedback", f"have shape {list(fed.shape)}", list(mask.shape))
     if mask.device != fed.device:
-        fail_value(op, "feedback", f"be on the device of targets, {fed.device}", mask.device)
+        fail_value(op, "feedback", f"be on {_DEVICE}, {fed.device}", mask.device)
 
 
 def check_options(
@@ -178,31 +179,9 @@ def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | N
         given = token_tensor(op, "inputs", inputs, contract, of_floats=advice)
         if given.shape != fed.shape:
             fail_value(op, "inputs", f"have shape {[steps, batch]}", list(given.shape))
-        _check_tokens(op, "inputs", given, fed, rows)
+        check_tokens(op, "inputs", given, rows, fed.device, _DEVICE)
         return given
-    contract = "be an int or an integer tensor [B]"
-    if isinstance(start, Tensor):
-        start = token_tensor(op, "start", start, contract)
-        if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
-            fail_value(op, "start", f"have shape {[batch]}", list(start.shape))
-        _check_tokens(op, "start", start, fed, rows)
-    elif isinstance(start, bool) or not isinstance(start, (int, SupportsIndex)):
-        fail_type(op, "start", contract, type_name(start))
-    elif (start := operator.index(start)) < 0 or (rows is not None and start >= rows):
-        fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
-    _check_tokens(op, "targets that are fed", fed[:-1], fed, rows)
-    first = fed.new_full((), start) if isinstance(start, int) else start
-    first = first.expand(1, batch)
-    return torch.cat([first, fed[:-1]])[:steps]
-
-
-def _check_tokens(op: str, name: str, tokens: Tensor, fed: Tensor, rows: int | None) -> None:
-    """Check the device, and on a CPU the values: on a GPU the lookup itself asserts them."""
-    if tokens.device != fed.device:
-        fail_value(op, name, f"be on the device of targets, {fed.device}", tokens.device)
-    if rows is None or tokens.device.type != "cpu" or tokens.numel() == 0:
-        return
-    low, high = tokens.aminmax()
-    if int(low) < 0 or int(high) >= rows:
-        wrong = (tokens < 0) | (tokens >= rows)
-        fail_value(op, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))
+    first = start_of(op, start, batch, rows, fed.device, _DEVICE)
+    if rows is not None and (wrong := first_outside(fed[:-1], rows)) is not None:
+        fail_value(op, "targets that are fed", f"be in [0, {rows})", wrong)
+    return torch.cat([first[None], fed[:-1]])[:steps]

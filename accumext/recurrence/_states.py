@@ -16,8 +16,6 @@ from accumext.tensors.checks import (
     dtype_name,
     fail_type,
     fail_value,
-    integer,
-    lengths_tensor,
     message,
     type_name,
 )
@@ -183,28 +181,6 @@ def check_unwritten(op: str, name: str, what: str, given: list[Tensor], counts: 
             got = f"a write into one of shape {list(tensor.shape)}"
             advice = "Make new ones: count + 1 in place of count += 1"
             raise RuntimeError(message(op, name, contract, got, advice))
-
-
-def within_length_of(
-    op: str, lengths: Any, shape: tuple[int, int], device: torch.device, whose: str
-) -> Tensor:
-    """Check the argument `lengths`, and return which steps are within them, bool [T, B]."""
-    steps, batch = shape
-    lengths = lengths_tensor(op, "lengths", lengths, device)
-    if list(lengths.shape) != [batch]:
-        fail_value(op, "lengths", f"have shape {[batch]}", list(lengths.shape))
-    if lengths.device != device:
-        fail_value(op, "lengths", f"be on {whose}, {device}", lengths.device)
-    if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
-        fail_value(op, "lengths", f"be in [0, {steps}]", lengths.tolist())
-    return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
-
-
-def batch_dim_of(op: str, value: Any) -> int:
-    """Check the argument `batch_dim`, and return it; 0 if it is None."""
-    if value is not None and integer(op, "batch_dim", value) < 0:
-        fail_value(op, "batch_dim", "be at least 0", value)
-    return int(value or 0)
 
 
 def check_batch_dim(op: str, state: State, batch: int, batch_dim: int | None) -> None:
