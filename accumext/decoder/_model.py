@@ -128,16 +128,11 @@ def _check_fit(
 
 def _dropout(op: str, given: Arguments) -> tuple[float, ...]:
     """Return the rates of the embedding's and the output's dropout: 0 in the cell's eval mode."""
-    cell = given["cell"]
+    cell, names = given["cell"], ("embedding_dropout", "output_dropout")
     module = cell if isinstance(cell, nn.Module) else getattr(cell, "__self__", None)
+    rates = [number(op, name, given[name], 0, 1) for name in names]
     trains = not isinstance(module, nn.Module) or module.training
-    rates = []
-    for name in ("embedding_dropout", "output_dropout"):
-        rate = number(op, name, given[name], 0) if given[name] != 0 else 0.0
-        if rate > 1:
-            fail_value(op, name, "be at most 1", given[name])
-        rates.append(rate if trains else 0.0)
-    return tuple(rates)
+    return tuple(rates) if trains else (0.0, 0.0)
 
 
 def _context(op: str, value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]:

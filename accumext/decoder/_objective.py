@@ -96,9 +96,7 @@ def objective_from(tokens: Tokens, head_weight: Tensor, given: Arguments) -> Obj
         one_of(OP, "reduction", reduction, TOKEN_REDUCTIONS)
     smoothing, z_loss = given["label_smoothing"], given["z_loss"]
     if smoothing.__class__ is not float or smoothing != 0:
-        smoothing = number(OP, "label_smoothing", smoothing, 0)
-        if smoothing > 1:
-            fail_value(OP, "label_smoothing", "be at most 1", given["label_smoothing"])
+        smoothing = number(OP, "label_smoothing", smoothing, 0, 1)
     if z_loss.__class__ is not float or z_loss != 0:
         z_loss = number(OP, "z_loss", z_loss, 0)
     if given["class_weight"] is not None:
@@ -116,14 +114,17 @@ def objective_from(tokens: Tokens, head_weight: Tensor, given: Arguments) -> Obj
     soft, soft_weight, soft_temperature = None, given["soft_weight"], given["soft_temperature"]
     if given["soft_targets"] is not None:
         soft = _soft_targets(given["soft_targets"], counted, head_weight)
-        soft_weight, soft_temperature = _soft_options(soft_weight, soft_temperature)
+        soft_weight = number(OP, "soft_weight", soft_weight, 0, 1)
+        if not 0 < number(OP, "soft_temperature", soft_temperature) < math.inf:
+            contract = "be greater than 0 and finite"
+            fail_value(OP, "soft_temperature", contract, soft_temperature)
     elif soft_weight != 1 or soft_temperature != 1:
         others = "soft_targets are given"
         without_effect(OP, "soft_weight", soft_weight, (1.0,), others)
         without_effect(OP, "soft_temperature", soft_temperature, (1.0,), others)
     return Objective(
         smoothing, z_loss, class_weight, reduction, num_items, token_weight, inverse, soft,
-        0.0 if soft is None else soft_weight, soft_temperature, entropy_weight,
+        0.0 if soft is None else soft_weight, float(soft_temperature), entropy_weight,
         soft is not None or entropy_weight != 0,
     )  # fmt: skip
 
@@ -142,16 +143,6 @@ def inverse_divisor(
     else:
         divisor = counted.sum().to(dtype)
     return torch.where(divisor == 0, 0, divisor.reciprocal())
-
-
-def _soft_options(weight: Any, temperature: Any) -> tuple[float, float]:
-    """Check the arguments `soft_weight` and `soft_temperature`, and return them."""
-    share = number(OP, "soft_weight", weight, 0)
-    if share > 1:
-        fail_value(OP, "soft_weight", "be at most 1", weight)
-    if not 0 < (scale := number(OP, "soft_temperature", temperature)) < math.inf:
-        fail_value(OP, "soft_temperature", "be greater than 0 and finite", temperature)
-    return share, scale
 
 
 def _soft_targets(given: Any, counted: Tensor, head_weight: Tensor) -> SoftTargets:

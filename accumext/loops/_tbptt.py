@@ -162,12 +162,10 @@ def tbptt(
 
     Source: Williams & Peng 1990.
     """
+    given = dict(locals())
     if observing.observers:
-        observing.tell(tbptt, locals())
-    source, k1, k2, active, reset = _check(
-        step, targets, state, criterion, feedback, start, inputs, resets, k1, k2, backward,
-        reduction, teacher_forcing, temperature, generator, lengths, context, batch_dim,
-    )  # fmt: skip
+        observing.tell(tbptt, given)
+    source, k1, k2, active, reset = _check(given)
     steps = targets.shape[0]
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
     rows = None if active is None else _Rows(active, batch_dim or 0)
@@ -429,46 +427,47 @@ class _SharedGraph:
 
 
 def _check(
-    step: Any, targets: Any, state: Any, criterion: Any, feedback: Any, start: Any, inputs: Any,
-    resets: Any, k1: Any, k2: Any, backward: Any, reduction: Any, teacher_forcing: Any,
-    temperature: Any, generator: Any, lengths: Any, context: Any, batch_dim: Any,
-) -> tuple[Inputs, int, int, Tensor | None, Resets | None]:  # fmt: skip
-    for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
+    given: dict[str, Any],
+) -> tuple[Inputs, int, int, Tensor | None, Resets | None]:
+    """Check the arguments of a call. Return the inputs with random numbers drawn, k1, k2, which
+    steps are within the lengths of their rows, and the resets."""
+    for name in ("step", "criterion", "backward"):
+        function = given[name]
         if not callable(function):
             fail_type(OP, name, "be callable", type_name(function))
         if isinstance(function, type) and issubclass(function, torch.nn.Module):
             name_of = function.__name__
             advice = f"Pass an instance, {name_of}()"
             fail_type(OP, name, "be a function or module", f"the class {name_of}", advice)
+    targets, state, lengths, resets = (
+        given[name] for name in ("targets", "state", "lengths", "resets")
+    )
     _check_targets(targets, state)
     check_nesting(OP, "state", state)
-    context_of(OP, context)
-    k1 = positive_int(OP, "k1", k1)
-    k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
+    context_of(OP, given["context"])
+    k1 = positive_int(OP, "k1", given["k1"])
+    k2 = k1 if given["k2"] is None else positive_int(OP, "k2", given["k2"])
     truncation_from(OP, k1, k2, "fixed")  # raises if k2 < k1
-    one_of(OP, "reduction", reduction, REDUCTIONS)
-    batch_dim_of(OP, batch_dim)
-    steps, batch = targets.shape[:2]
+    one_of(OP, "reduction", given["reduction"], REDUCTIONS)
+    batch_dim_of(OP, given["batch_dim"])
+    shape, whose, active = targets.shape[:2], "the device of targets", None
     _check_layout(targets, state)
-    whose = "the device of targets"
-    active = None
     if lengths is not None:
-        active = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
+        active = within_length_of(OP, lengths, shape, targets.device, whose)
     if resets is not None:
-        resets = resets_of(OP, resets, (steps, batch), state, targets.device, whose)
+        resets = resets_of(OP, resets, shape, state, targets.device, whose)
     if lengths is not None or resets is not None:
-        check_batch_dim(OP, state, batch, batch_dim)
-    given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
-    if targets.is_floating_point() or given_floats:
+        check_batch_dim(OP, state, shape[1], given["batch_dim"])
+    feedback, start, inputs = given["feedback"], given["start"], given["inputs"]
+    of_words = {name: given[name] for name in ("teacher_forcing", "temperature", "generator")}
+    observed = isinstance(inputs, Tensor) and inputs.is_floating_point()
+    if targets.is_floating_point() or observed:
         source = Inputs(_known_inputs(targets, feedback, start, inputs))
-        check_options(OP, "teacher", teacher_forcing, temperature, generator)
+        check_options(OP, "teacher", **of_words)
         return source, k1, k2, active, resets
     fed = targets.clamp(min=0)
-    chosen = feedback_from(
-        OP, feedback, fed if active is None else torch.where(active, fed, 0), start=start,
-        inputs=inputs, teacher_forcing=teacher_forcing, temperature=temperature,
-        generator=generator, rows=None,
-    )  # fmt: skip
+    fed = fed if active is None else torch.where(active, fed, 0)
+    chosen = feedback_from(OP, feedback, fed, start=start, inputs=inputs, rows=None, **of_words)
     return chosen.drawn(), k1, k2, active, resets
 
 

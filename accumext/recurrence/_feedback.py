@@ -152,8 +152,7 @@ def check_options(
 ) -> bool:
     """Tell whether this feedback ("mask" for a mask) draws samples. Raise for an option without
     effect. A generator is allowed without samples, since results would be the same."""
-    if number(op, "teacher_forcing", teacher_forcing, 0) > 1:
-        fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
+    number(op, "teacher_forcing", teacher_forcing, 0, 1)
     if number(op, "temperature", temperature) <= 0:
         fail_value(op, "temperature", "be greater than 0", temperature)
     if generator is not None and not isinstance(generator, torch.Generator):

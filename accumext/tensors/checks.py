@@ -125,13 +125,17 @@ def positive_int(op: str, argument: str, value: Any) -> int:
     return count
 
 
-def number(op: str, argument: str, value: Any, low: float = -math.inf) -> float:
-    """Return a real number of at least `low`, of Python or a library such as numpy; refuse NaN."""
+def number(
+    op: str, argument: str, value: Any, low: float = -math.inf, high: float = math.inf
+) -> float:
+    """Return a real number in [low, high], of Python or a library such as numpy; refuse NaN."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail_type(op, argument, "be a number", type_name(value))
     if math.isnan(value) or value < low:
         bound = "not be NaN" if low == -math.inf else f"be at least {low:g}"
         fail_value(op, argument, bound, value)
+    if float(value) > high:
+        fail_value(op, argument, f"be at most {high:g}", value)
     return float(value)
 
 
