@@ -144,9 +144,9 @@ class CallableSteps:
             kept = KeptState(OP, "cell", (model.cell.step, model.table.module, model.called_head))
             self._replay = Replay(kept, model.device, model.draws)
         spans = truncation.spans(tokens.steps) if self.builds_graph else []
-        found, last = self._overlapping(spans) if len(spans) > 1 else self._once(tokens.state)
+        segments, last = self._overlapping(spans) if len(spans) > 1 else self._once(tokens.state)
         self.head = None
-        return found, detach(last) if truncation.cuts else last
+        return segments, detach(last) if truncation.cuts else last
 
     def _once(self, state: State) -> tuple[list[Segment], State]:
         """Run every step once.
@@ -156,7 +156,7 @@ class CallableSteps:
         freed before other steps run again.
         """
         plan, steps = self.transcript.plan, self.transcript.tokens.steps
-        found = []
+        segments = []
         measures = self.builds_graph and not plan.bounded
         graph = size = 0  # bytes of the first step's graph, and of the state after it
         active = self.transcript.active
@@ -174,15 +174,15 @@ class CallableSteps:
                 segment, state = self.run_steps(begin, begin, end, state)
             else:
                 segment, state = self._run_segment(begin, begin, end, state)
-            found.append(segment)
+            segments.append(segment)
             if end == steps:
                 break
             if active is not None and _operators.none_active(active[end]):
                 if self.head is not None:
                     self.head.finish(end)
-                found.append(_inactive(segment, steps - end))
+                segments.append(_inactive(segment, steps - end))
                 break
-        return found, state
+        return segments, state
 
     def _overlapping(self, spans: list[tuple[int, int, int]]) -> tuple[list[Segment], State]:
         """Run overlapping windows, k1 < k2: gradients flow back k2 steps from each window's end.
@@ -192,7 +192,7 @@ class CallableSteps:
         """
         transcript, tokens = self.transcript, self.transcript.tokens
         starts: dict[int, Checkpoint] = {}
-        known: list[Tensor] = []  # the fingerprint of every step
+        fingerprints: list[Tensor] = []  # the fingerprint of every step
         last = tokens.state
         begins = [*sorted({begin for begin, _, _ in spans}), tokens.steps]
         with torch.no_grad():
@@ -201,22 +201,22 @@ class CallableSteps:
                 starts[first] = self._replay.checkpoint(kept)
                 for begin, end in cuts(first, following, SEGMENT):
                     segment, last = self._run_segment(begin, begin, end, last)
-                    known += fingerprints_of([*segment.hidden])
-        found = []
+                    fingerprints += fingerprints_of([*segment.hidden])
+        segments = []
         for begin, counting, end in spans:
             # Not detached at step 0: the gradient of the initial state goes on to an encoder.
             state = tokens.state if begin == 0 else starts[begin].state
             with self._replay.running_from(starts[begin]):
                 segment, _ = self._run_segment(begin, counting, end, state)
-                self._replay.check_same([*segment.hidden], known[counting:end])
+                self._replay.check_same([*segment.hidden], fingerprints[counting:end])
                 if segment.losses is not None:
                     losses = fingerprints_of(transcript.losses[counting:end])
                     self._replay.check_same(segment.losses, losses)
                 # Windows after step 0 restore what the cell kept in the pass without a graph.
                 if spans[-1][0] > 0:
                     self._replay.kept.check_no_graph()
-            found.append(segment)
-        return found, last
+            segments.append(segment)
+        return segments, last
 
     def _run_segment(
         self, begin: int, counting: int, end: int, state: State
@@ -343,9 +343,9 @@ class CallableSteps:
         self.known = end
 
 
-def _reached(found: tuple[Segment, State]) -> State:
+def _reached(result: tuple[Segment, State]) -> State:
     """Return the results that a replay must repeat: not the extras, which may be anything."""
-    segment, last = found
+    segment, last = result
     return segment.hidden, segment.losses, last
 
 

@@ -34,9 +34,9 @@ class HeadOfSteps:
         tokens, batch = transcript.tokens, transcript.tokens.batch
         self._transcript, self._head = transcript, head
         # If rows end, `Transcript.predict` passes only the active rows of each step on to the head.
-        whole = transcript.active is None and head.rows >= batch
-        self._finds_tokens = tokens.free_running and whole
-        self._size = head.rows // batch if whole or not tokens.free_running else 1  # steps
+        by_steps = transcript.active is None and head.rows >= batch
+        self._finds_tokens = tokens.free_running and by_steps
+        self._size = head.rows // batch if by_steps or not tokens.free_running else 1  # steps
         self._begin = 0  # the first step whose losses are not formed yet
         self._hidden: list[Tensor] = []  # outputs of the steps from `_begin` on, [n B, H] each
         self._stats: list[Tensor] = []  # [3, B] of each of them, if tokens are predicted at once
@@ -108,10 +108,10 @@ def called_head_losses(transcript: Transcript, step: int, hidden: Tensor, known:
     logits = called_logits(OP, transcript.model, hidden)
     with no_autocast(logits.device):
         if not known:
-            found = logits.detach()
-            tokens = found.max(1).indices
+            detached = logits.detach()
+            tokens = detached.max(1).indices
             if source.uniforms is not None:
-                tokens = sample(found, source.uniforms[step], source.temperature)
+                tokens = sample(detached, source.uniforms[step], source.temperature)
             transcript.predicted[step] = transcript.padded(step, tokens)
         batch = len(hidden)
         rows = torch.arange(step * batch, (step + 1) * batch, device=hidden.device)

@@ -67,7 +67,7 @@ class HeadGradients:
         return None if self.bias is None or parameter is None else self.bias.to(parameter.dtype)
 
 
-class Found(NamedTuple):
+class RowResults(NamedTuple):
     """Results of M rows of the head."""
 
     tokens: Tensor  # int64 [M]
@@ -156,7 +156,7 @@ class FusedCrossEntropy:
         upstream: Tensor | None = None,  # factor of the losses in the gradients, 0-dim or [M]
         uniforms: Tensor | None = None,  # fp64 [M], to sample with
         temperature: float = 1.0,  # of samples
-    ) -> Found:
+    ) -> RowResults:
         """Compute tokens and losses of M more rows, and keep what their gradients need."""
         hidden = hidden.detach().to(self.dtype)
         if not self.of_distributions:
@@ -166,17 +166,17 @@ class FusedCrossEntropy:
             tokens = self._pass(hidden, None, None, index, None, uniforms, temperature).tokens
             known = tokens if targets is None else targets
             return self.known(hidden, known, counted, index, upstream)._replace(tokens=tokens)
-        found = self.known(hidden, targets, counted, index, upstream)
+        results = self.known(hidden, targets, counted, index, upstream)
         if counted.device.type == "cpu":  # `known` has left out rows without a loss
-            rest = (~counted).nonzero().squeeze(1)
-            others = self._pass(hidden[rest], None, None, index[rest], None, None, 1.0)
-            found.tokens[rest] = others.tokens
-        return found
+            uncounted = (~counted).nonzero().squeeze(1)
+            others = self._pass(hidden[uncounted], None, None, index[uncounted], None, None, 1.0)
+            results.tokens[uncounted] = others.tokens
+        return results
 
     def known(
         self, hidden: Tensor, targets: Tensor, counted: Tensor, index: Tensor,
         upstream: Tensor | None,
-    ) -> Found:  # fmt: skip
+    ) -> RowResults:  # fmt: skip
         """Compute a loss of whole distributions as `forward` does, but tokens of counted rows only.
 
         Other rows are skipped on a CPU. On a GPU the host would have to wait for their number.
@@ -193,12 +193,12 @@ class FusedCrossEntropy:
         tokens[some], losses[some] = part.tokens, part.losses
         if part.entropies is not None:
             entropies[some] = part.entropies
-        return Found(tokens, losses, entropies)
+        return RowResults(tokens, losses, entropies)
 
     def _pass(
         self, hidden: Tensor, targets: Tensor | None, counted: Tensor | None, index: Tensor,
         upstream: Tensor | None, uniforms: Tensor | None, temperature: float,
-    ) -> Found:  # fmt: skip
+    ) -> RowResults:  # fmt: skip
         """Compute the cross-entropy as `forward` does; with `counted` None, only the tokens."""
         tokens = torch.empty_like(index)
         losses = hidden.new_zeros(len(hidden))
@@ -219,7 +219,7 @@ class FusedCrossEntropy:
             known = (tokens if targets is None else targets)[piece]
             rows = known, counted[piece], index[piece]
             losses[piece] = self.add_rows(h, *rows, factor, stats)
-        return Found(tokens, losses)
+        return RowResults(tokens, losses)
 
     def add_rows(
         self,
@@ -249,7 +249,7 @@ class FusedCrossEntropy:
     def _differentiate(
         self, hidden: Tensor, targets: Tensor, counted: Tensor, index: Tensor,
         upstream: Tensor | None,
-    ) -> Found:  # fmt: skip
+    ) -> RowResults:  # fmt: skip
         """Compute losses of whole distributions. The workspace holds their gradients with respect
         to the logits in place of E, without the terms in t and q, and r is the upstream factor."""
         objective, temperature = self._objective, self._objective.soft_temperature
@@ -284,7 +284,7 @@ class FusedCrossEntropy:
                 self._filled += len(h)
             losses[piece] = torch.where(counts, loss, 0)
             entropies[piece] = torch.where(counts, entropy, 0)
-        return Found(tokens, losses, entropies)
+        return RowResults(tokens, losses, entropies)
 
     def _coefficients(self, targets: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """Return s of the rows' targets, and the factor of lse in the loss without the z-loss."""

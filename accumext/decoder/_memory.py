@@ -53,7 +53,7 @@ GRAPH, GATES = 10, 3
 
 @explained
 @with_parameters_of(decode_loss)
-def decode_memory(given: dict[str, Any]) -> int:
+def decode_memory(args: dict[str, Any]) -> int:
     """Return the peak memory that `decode_loss` with these arguments and its backward would add.
 
     Counts the gradients of the parameters, not the parameters. Only shapes and dtypes matter, so
@@ -77,28 +77,28 @@ def decode_memory(given: dict[str, Any]) -> int:
     Example:
         >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
     """
-    bools(OP, batch_first=given["batch_first"], return_outputs=given["return_outputs"])
-    shape, device = given["targets"], head_weights(OP, given["head"])[0].device
+    bools(OP, batch_first=args["batch_first"], return_outputs=args["return_outputs"])
+    shape, device = args["targets"], head_weights(OP, args["head"])[0].device
 
     def on_device(tensor: Tensor) -> Tensor:
         if tensor.device == device:
             return tensor
         return torch.zeros_like(tensor, device=device).requires_grad_(tensor.requires_grad)
 
-    modules = {name: given[name] for name in ("embedding", "cell", "head")}
-    given = {name: map_tensors(on_device, value) for name, value in given.items()} | modules
+    modules = {name: args[name] for name in ("embedding", "cell", "head")}
+    args = {name: map_tensors(on_device, value) for name, value in args.items()} | modules
     if isinstance(shape, (tuple, list)):
-        given["targets"] = torch.zeros(*shape, dtype=torch.int64, device=device)
-    if given["batch_first"]:
-        given = steps_first(given)
-    if given["truncation"] == "random":  # the same memory, and nothing is drawn
-        given |= {"truncation": "fixed", "k2": None}
+        args["targets"] = torch.zeros(*shape, dtype=torch.int64, device=device)
+    if args["batch_first"]:
+        args = steps_first(args)
+    if args["truncation"] == "random":  # the same memory, and nothing is drawn
+        args |= {"truncation": "fixed", "k2": None}
     copied = 0
-    if given["embedding"] is None:
-        table, rows = rows_of(given)
-        copied = 0 if base_of(table.weight) is base_of(given["inputs"]) else table.weight.nbytes
-        given |= {"embedding": table, "inputs": rows}
-    call = call_from(given, has_data=False)
+    if args["embedding"] is None:
+        table, rows = rows_of(args)
+        copied = 0 if base_of(table.weight) is base_of(args["inputs"]) else table.weight.nbytes
+        args |= {"embedding": table, "inputs": rows}
+    call = call_from(args, has_data=False)
     for name, module in (("embedding", call.model.table.module), ("head", call.model.called_head)):
         if module is not None:
             contract = "be computed from its weight, for the memory of a call of it is not known"

@@ -56,16 +56,16 @@ class Model:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that a call reads; for a callable those of its module, if any."""
-        found = [self.table.weight, self.head_weight, *parameter_tensors(self.cell)]
-        found += [*parameters_of(self.table.module), *parameters_of(self.called_head)]
-        return found if self.head_bias is None else [*found, self.head_bias]
+        weights = [self.table.weight, self.head_weight, *parameter_tensors(self.cell)]
+        weights += [*parameters_of(self.table.module), *parameters_of(self.called_head)]
+        return weights if self.head_bias is None else [*weights, self.head_bias]
 
 
-def model_from(op: str, given: Arguments, has_data: bool = True) -> Model:
+def model_from(op: str, args: Arguments, has_data: bool = True) -> Model:
     """Check the modules, the context and the dropout of a call, and return them."""
-    cell, feedback, context = given["cell"], given["feedback"], given["context"]
-    table = embedding_table(op, given["embedding"])
-    weight, bias, called_head = head_weights(op, given["head"])
+    cell, feedback, context = args["cell"], args["feedback"], args["context"]
+    table = embedding_table(op, args["embedding"])
+    weight, bias, called_head = head_weights(op, args["head"])
     device = weight.device
     if has_data:
         _check_computable(op, {table.argument: table.weight, "head": weight})
@@ -80,9 +80,9 @@ def model_from(op: str, given: Arguments, has_data: bool = True) -> Model:
         if parameter.device != device:
             same_device(op, "cell", of_cell, device)
     dropouts: tuple[float, ...] = (0.0, 0.0)
-    if given["embedding_dropout"] != 0 or given["output_dropout"] != 0:
-        dropouts = _dropout(op, given)
-    read = cell_of(op, cell, given["batch_dim"])
+    if args["embedding_dropout"] != 0 or args["output_dropout"] != 0:
+        dropouts = _dropout(op, args)
+    read = cell_of(op, cell, args["batch_dim"])
     rows, words = table.weight.shape[0], weight.shape[0]
     feeds_back = not isinstance(feedback, str) or feedback != "teacher"
     if rows < words and feeds_back:
@@ -126,11 +126,11 @@ def _check_fit(
         fail_value(op, "head", contract, list(head.shape))
 
 
-def _dropout(op: str, given: Arguments) -> tuple[float, ...]:
+def _dropout(op: str, args: Arguments) -> tuple[float, ...]:
     """Return the rates of the embedding's and the output's dropout: 0 in the cell's eval mode."""
-    cell, names = given["cell"], ("embedding_dropout", "output_dropout")
+    cell, names = args["cell"], ("embedding_dropout", "output_dropout")
     module = cell if isinstance(cell, nn.Module) else getattr(cell, "__self__", None)
-    rates = [number(op, name, given[name], 0, 1) for name in names]
+    rates = [number(op, name, args[name], 0, 1) for name in names]
     trains = not isinstance(module, nn.Module) or module.training
     return tuple(rates) if trains else (0.0, 0.0)
 
@@ -243,7 +243,7 @@ def _fail_module(op: str, name: str, contract: str, given: Any) -> NoReturn:
 
 def _instead(op: str, name: str, given: Any) -> str | None:
     """Return advice on what to pass instead of an argument that is no embedding or head."""
-    whole = parts_of(given)
+    parts = parts_of(given)
     if name == "head" and isinstance(given, (nn.Embedding, Tensor)):
         word = "embedding.weight" if isinstance(given, nn.Embedding) else "weight"
         return f"Pass ({word}, None)"
@@ -265,11 +265,11 @@ def _instead(op: str, name: str, given: Any) -> str | None:
             return f"Pass head[-1], and {before}; or use tbptt"
         if name == "head" and isinstance(given[-1], (nn.LogSoftmax, nn.Softmax)):
             return "The loss is that of logits: leave the softmax out"
-    if whole is None and name == "head" and isinstance(given, nn.Module):
+    if parts is None and name == "head" and isinstance(given, nn.Module):
         return "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"
-    if whole is None and not isinstance(given, nn.Module) and callable(given):
+    if parts is None and not isinstance(given, nn.Module) and callable(given):
         return "Pass the module itself; what else is computed belongs into the cell, or use tbptt"
-    return whole
+    return parts
 
 
 def head_weights(op: str, head: Any) -> tuple[Tensor, Tensor | None, nn.Module | None]:

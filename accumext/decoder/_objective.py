@@ -87,33 +87,33 @@ class Objective:
         )
 
 
-def objective_from(tokens: Tokens, head_weight: Tensor, given: Arguments) -> Objective:
+def objective_from(tokens: Tokens, head_weight: Tensor, args: Arguments) -> Objective:
     """Check the arguments of the loss and its reduction, and return them."""
-    reduction, num_items, class_weight = given["reduction"], None, None
-    if given["num_items"] is not None:
-        num_items = _num_items(given["num_items"], reduction)
+    reduction, num_items, class_weight = args["reduction"], None, None
+    if args["num_items"] is not None:
+        num_items = _num_items(args["num_items"], reduction)
     if reduction.__class__ is not str or reduction not in TOKEN_REDUCTIONS:
         one_of(OP, "reduction", reduction, TOKEN_REDUCTIONS)
-    smoothing, z_loss = given["label_smoothing"], given["z_loss"]
+    smoothing, z_loss = args["label_smoothing"], args["z_loss"]
     if smoothing.__class__ is not float or smoothing != 0:
         smoothing = number(OP, "label_smoothing", smoothing, 0, 1)
     if z_loss.__class__ is not float or z_loss != 0:
         z_loss = number(OP, "z_loss", z_loss, 0)
-    if given["class_weight"] is not None:
-        class_weight = _class_weight(given["class_weight"], head_weight)
+    if args["class_weight"] is not None:
+        class_weight = _class_weight(args["class_weight"], head_weight)
     token_weight, counted, targets = None, tokens.counted, tokens.targets
-    if given["token_weight"] is not None:
-        token_weight = _token_weight(given["token_weight"], counted.shape, head_weight)
+    if args["token_weight"] is not None:
+        token_weight = _token_weight(args["token_weight"], counted.shape, head_weight)
     inverse = None
     if tokens.eos is None and not (targets is None and class_weight is not None):
         dtype = torch.promote_types(head_weight.dtype, torch.float32)
         inverse = inverse_divisor(reduction, num_items, class_weight, counted, targets, dtype)
-    entropy_weight = given["entropy_weight"]
+    entropy_weight = args["entropy_weight"]
     if entropy_weight.__class__ is not float or entropy_weight != 0:
         entropy_weight = number(OP, "entropy_weight", entropy_weight)
-    soft, soft_weight, soft_temperature = None, given["soft_weight"], given["soft_temperature"]
-    if given["soft_targets"] is not None:
-        soft = _soft_targets(given["soft_targets"], counted, head_weight)
+    soft, soft_weight, soft_temperature = None, args["soft_weight"], args["soft_temperature"]
+    if args["soft_targets"] is not None:
+        soft = _soft_targets(args["soft_targets"], counted, head_weight)
         soft_weight = number(OP, "soft_weight", soft_weight, 0, 1)
         if not 0 < number(OP, "soft_temperature", soft_temperature) < math.inf:
             contract = "be greater than 0 and finite"

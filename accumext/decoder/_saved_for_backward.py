@@ -111,15 +111,15 @@ class SavedForBackward:
         """Return the parameters that the backward pass reads again, without a table that lookups
         write into."""
         model = self.model
-        found = [] if model.table.max_norm is not None else [model.table.weight]
-        found.append(model.head_weight)
+        parameters = [] if model.table.max_norm is not None else [model.table.weight]
+        parameters.append(model.head_weight)
         if model.head_bias is not None:
-            found.append(model.head_bias)
+            parameters.append(model.head_bias)
         if model.rnn is not None and model.cell.module is not None:
-            found += model.cell.module.parameters()  # frozen ones are read, too
+            parameters += model.cell.module.parameters()  # frozen ones are read, too
         else:
-            found += parameter_tensors(model.cell)
-            found += [*parameters_of(model.table.module), *parameters_of(model.called_head)]
+            parameters += parameter_tensors(model.cell)
+            parameters += [*parameters_of(model.table.module), *parameters_of(model.called_head)]
         if not self._used:
-            return found
-        return [t for t in (*found, *self._used) if id(t) not in self._written]
+            return parameters
+        return [t for t in (*parameters, *self._used) if id(t) not in self._written]

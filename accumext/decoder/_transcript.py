@@ -86,14 +86,14 @@ class Transcript:
             hidden, index, counted = hidden[active], index[active], counted[active]
             targets = None if targets is None else targets[active]
             uniforms = None if uniforms is None else uniforms[active]
-        found = head.forward(
+        results = head.forward(
             hidden, targets, counted, index, self.upstream(index), uniforms,
             self.source.temperature,
         )  # fmt: skip
-        self.predicted.view(-1)[index] = found.tokens
-        self.losses.view(-1)[index] = found.losses
-        if self.entropies is not None and found.entropies is not None:
-            self.entropies.view(-1)[index] = found.entropies
+        self.predicted.view(-1)[index] = results.tokens
+        self.losses.view(-1)[index] = results.losses
+        if self.entropies is not None and results.entropies is not None:
+            self.entropies.view(-1)[index] = results.entropies
         if self.active is not None:
             self.predicted[span] = self.padded(span, self.predicted[span])
 
@@ -106,10 +106,10 @@ class Transcript:
             counted = counted & self.active
         counted, upstream = counted.flatten()[rows], self.upstream(rows)
         if head.of_distributions:
-            found = head.known(hidden, targets, counted, rows, upstream)
-            self.losses.view(-1)[rows] = found.losses
-            if self.entropies is not None and found.entropies is not None:
-                self.entropies.view(-1)[rows] = found.entropies
+            results = head.known(hidden, targets, counted, rows, upstream)
+            self.losses.view(-1)[rows] = results.losses
+            if self.entropies is not None and results.entropies is not None:
+                self.entropies.view(-1)[rows] = results.entropies
             return
         self.losses.view(-1)[rows] = head.add_rows(hidden, targets, counted, rows, upstream, stats)
 

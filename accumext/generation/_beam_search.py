@@ -131,8 +131,8 @@ class _Search:
         silent = self.limits == 0  # a row without steps has one hypothesis, without tokens
         scores = kept.score.clone()
         scores[0] = scores[0].masked_fill(silent, 0.0)
-        found = (tokens.transpose(1, 2), log_probs.transpose(1, 2), kept.length.t())
-        return Generated(*found, self._last_state()), scores.t().to(self.stepper.layer.dtype)
+        hypotheses = (tokens.transpose(1, 2), log_probs.transpose(1, 2), kept.length.t())
+        return Generated(*hypotheses, self._last_state()), scores.t().to(self.stepper.layer.dtype)
 
     def _last_state(self) -> State:
         """Return the states of the best hypotheses, with 0-dim tensors from the last step."""
@@ -152,12 +152,12 @@ class _Search:
         if not stepper.model.context:
             return stepper.step(self.tokens.flatten(), self.state)
         # One hypothesis of every row at a time: the context has B rows, and is not copied K times.
-        found = []
+        steps = []
         for k in range(self.beams):
             at = slice(k * size, (k + 1) * size)
             state = map_tensors(partial(_rows, at=at, dim=self.batch_dim), self.state)
-            found.append(stepper.step(self.tokens[k], state))
-        hiddens, states = zip(*found, strict=True)
+            steps.append(stepper.step(self.tokens[k], state))
+        hiddens, states = zip(*steps, strict=True)
         return torch.cat(hiddens), join(OP, self._cat, list(states))
 
     def _candidates(self, hidden: Tensor) -> _Candidates:

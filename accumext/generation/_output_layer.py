@@ -58,14 +58,14 @@ class OutputLayer:
 
     def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the largest log-probabilities [M, count] for hidden [M, H], and their tokens."""
-        found = hidden.new_empty(len(hidden), count, dtype=self.dtype)
-        tokens = torch.empty(found.shape, dtype=torch.int64, device=hidden.device)
+        logits = hidden.new_empty(len(hidden), count, dtype=self.dtype)
+        tokens = torch.empty(logits.shape, dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
         operands = self._operands(hidden)
         with no_grad_no_autocast(hidden.device):
             top = head_top if self.logits is None else head_top_reference
-            top(*operands, LOGIT_ROWS, found, tokens, stats)
-        return log_probabilities(found, stats[:, :, None]), tokens
+            top(*operands, LOGIT_ROWS, logits, tokens, stats)
+        return log_probabilities(logits, stats[:, :, None]), tokens
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.logits is not None:

@@ -105,8 +105,8 @@ def _in_chunks(
         inputs = torch.full_like(chunk_tokens, stepper.pad)
         inputs[0] = fed
         used = by_operator.run(chunk_tokens, inputs, active, uniforms, temperature, stats, rows)
-        found = log_probabilities(stats[2, :used], stats[:, :used])
-        chunk_log_probs.view(-1)[rows[:used]] = found
+        of_rows = log_probabilities(stats[2, :used], stats[:, :used])
+        chunk_log_probs.view(-1)[rows[:used]] = of_rows
         if active is not None:
             chunk_tokens.masked_fill_(~active, stepper.pad)
             chunk_log_probs.masked_fill_(~active, 0)

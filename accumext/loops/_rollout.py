@@ -275,20 +275,20 @@ def _no_steps(state: State, start: State) -> RolloutOutput:
     return RolloutOutput(zero, copy_nesting(state), None)
 
 
-def _check(given: Mapping[str, Any]) -> tuple[int, Truncation]:
+def _check(args: Mapping[str, Any]) -> tuple[int, Truncation]:
     """Check the arguments of a call. Return the number of steps, and how gradients are cut."""
     for name, contract in (("step", ""), ("loss", ""), ("feed", " or None")):
-        if not callable(given[name]) and not (name == "feed" and given[name] is None):
-            fail_type(OP, name, f"be callable{contract}", type_name(given[name]))
-    check_nesting(OP, "state", given["state"])
-    check_nesting(OP, "start", given["start"])
-    steps = integer(OP, "steps", given["steps"])
+        if not callable(args[name]) and not (name == "feed" and args[name] is None):
+            fail_type(OP, name, f"be callable{contract}", type_name(args[name]))
+    check_nesting(OP, "state", args["state"])
+    check_nesting(OP, "start", args["start"])
+    steps = integer(OP, "steps", args["steps"])
     if steps < 0:
         fail_value(OP, "steps", "be at least 0", steps)
-    truncation = truncation_from(OP, given["k1"], given["k2"], given["truncation"])
+    truncation = truncation_from(OP, args["k1"], args["k2"], args["truncation"])
     for name in ("checkpoint", "memory_budget"):
-        if given[name] is not None:
-            positive_int(OP, name, given[name])
-    one_of(OP, "reduction", given["reduction"], REDUCTIONS)
-    batch_dim_of(OP, given["batch_dim"])
+        if args[name] is not None:
+            positive_int(OP, name, args[name])
+    one_of(OP, "reduction", args["reduction"], REDUCTIONS)
+    batch_dim_of(OP, args["batch_dim"])
     return steps, truncation

@@ -142,6 +142,7 @@ def tbptt(
         lengths: int64 [B]. A row past its length keeps its state; its target is -100, which
             `F.cross_entropy` ignores. With floating-point targets the criterion gets a third
             argument, bool [B]: the rows within their length. A step past all lengths has loss 0.
+            In it the targets are 0 and all rows count, for a mean over none would be NaN.
         context: tensors handed to `step` at every step, such as attention memory. Gradients reach
             them from every window, in the last backward pass.
         batch_dim: dimension of the batch in the state's tensors, if there are `lengths` or
@@ -162,10 +163,10 @@ def tbptt(
 
     Source: Williams & Peng 1990.
     """
-    given = dict(locals())
+    args = dict(locals())
     if observing.observers:
-        observing.tell(tbptt, given)
-    source, k1, k2, active, reset = _check(given)
+        observing.tell(tbptt, args)
+    source, k1, k2, active, reset = _check(args)
     steps = targets.shape[0]
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
     rows = None if active is None else _Rows(active, batch_dim or 0)
@@ -427,12 +428,12 @@ class _SharedGraph:
 
 
 def _check(
-    given: dict[str, Any],
+    args: dict[str, Any],
 ) -> tuple[Inputs, int, int, Tensor | None, Resets | None]:
     """Check the arguments of a call. Return the inputs with random numbers drawn, k1, k2, which
     steps are within the lengths of their rows, and the resets."""
     for name in ("step", "criterion", "backward"):
-        function = given[name]
+        function = args[name]
         if not callable(function):
             fail_type(OP, name, "be callable", type_name(function))
         if isinstance(function, type) and issubclass(function, torch.nn.Module):
@@ -440,16 +441,16 @@ def _check(
             advice = f"Pass an instance, {name_of}()"
             fail_type(OP, name, "be a function or module", f"the class {name_of}", advice)
     targets, state, lengths, resets = (
-        given[name] for name in ("targets", "state", "lengths", "resets")
+        args[name] for name in ("targets", "state", "lengths", "resets")
     )
     _check_targets(targets, state)
     check_nesting(OP, "state", state)
-    context_of(OP, given["context"])
-    k1 = positive_int(OP, "k1", given["k1"])
-    k2 = k1 if given["k2"] is None else positive_int(OP, "k2", given["k2"])
+    context_of(OP, args["context"])
+    k1 = positive_int(OP, "k1", args["k1"])
+    k2 = k1 if args["k2"] is None else positive_int(OP, "k2", args["k2"])
     truncation_from(OP, k1, k2, "fixed")  # raises if k2 < k1
-    one_of(OP, "reduction", given["reduction"], REDUCTIONS)
-    batch_dim_of(OP, given["batch_dim"])
+    one_of(OP, "reduction", args["reduction"], REDUCTIONS)
+    batch_dim_of(OP, args["batch_dim"])
     shape, whose, active = targets.shape[:2], "the device of targets", None
     _check_layout(targets, state)
     if lengths is not None:
@@ -457,9 +458,9 @@ def _check(
     if resets is not None:
         resets = resets_of(OP, resets, shape, state, targets.device, whose)
     if lengths is not None or resets is not None:
-        check_batch_dim(OP, state, shape[1], given["batch_dim"])
-    feedback, start, inputs = given["feedback"], given["start"], given["inputs"]
-    of_words = {name: given[name] for name in ("teacher_forcing", "temperature", "generator")}
+        check_batch_dim(OP, state, shape[1], args["batch_dim"])
+    feedback, start, inputs = args["feedback"], args["start"], args["inputs"]
+    of_words = {name: args[name] for name in ("teacher_forcing", "temperature", "generator")}
     observed = isinstance(inputs, Tensor) and inputs.is_floating_point()
     if targets.is_floating_point() or observed:
         source = Inputs(_known_inputs(targets, feedback, start, inputs))

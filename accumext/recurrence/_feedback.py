@@ -127,9 +127,9 @@ def sample(
         peaks.append(peak := row.amax(1, keepdim=True))
         shifted = (row - peak) / temperature
         running = shifted.exp_().cumsum(1, dtype=torch.float64)
-        whole = running[:, -1:].contiguous()
-        token = torch.searchsorted(running, uniform[:, None] * whole, right=True)
-        possible = torch.searchsorted(running, whole)  # last possible token: products are rounded
+        total = running[:, -1:].contiguous()
+        token = torch.searchsorted(running, uniform[:, None] * total, right=True)
+        possible = torch.searchsorted(running, total)  # last possible token: products are rounded
         tokens.append(torch.minimum(token, possible).squeeze(1))
     sampled, drawn = torch.cat(tokens), torch.cat(peaks).squeeze(1).isfinite()
     if logits.device.type == "cpu" and bool(drawn.all()):

@@ -31,10 +31,10 @@ def leaves(state: State) -> list[Any]:
         return [state]
     if type(state) in (tuple, list):
         return [leaf for part in state for leaf in leaves(part)]
-    found: list[Any] = []
+    entries: list[Any] = []
     for leaf in tree_leaves(state):
-        found += leaves(_field_values(leaf)) if _has_fields(leaf) else [leaf]
-    return found
+        entries += leaves(_field_values(leaf)) if _has_fields(leaf) else [leaf]
+    return entries
 
 
 def map_leaves(function: Callable[[Any], Any], state: State) -> State:
