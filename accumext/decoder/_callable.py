@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,7 @@ from torch import Tensor
 
 from accumext.decoder import _operators
 from accumext.decoder._callable_heads import (
-    BeginBackward,
     HeadOfSteps,
-    begin_backward,
     called_head_losses,
     called_logits,
     reduced,
@@ -28,7 +26,7 @@ from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
 from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._plan import SEGMENT, keeps_graph
 from accumext.decoder._precision import no_grad_no_autocast
-from accumext.decoder._saved_for_backward import SavedForBackward
+from accumext.decoder._saved_for_backward import BeginBackward, HeadLoss, SavedForBackward
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.recurrence import (
     OPEN_GATE,
@@ -357,59 +355,3 @@ def segments_of(
     period = truncation.period
     ends = () if period is None else range(period, steps, period)
     return cuts(0, steps, longest, ends, (1,) if measures else ())
-
-
-class HeadLoss(torch.autograd.Function):
-    """The loss as a function of the head's parameters and the cell's outputs.
-
-    Its value and, as a rule, its gradients are known when it is applied. The anchor of the
-    embedding's lookups is an argument, so that its backward runs even if no lookup has a gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        saved: SavedForBackward,
-        value: Tensor,  # 0-dim or [T, B]
-        weight: Tensor,
-        bias: Tensor | None,
-        anchor: Tensor,
-        *hiddens: Tensor,  # [steps, B, H] each
-    ) -> Tensor:
-        ctx.saved = saved
-        ctx.save_for_backward(*hiddens)
-        ctx.layout = [(hidden.shape, hidden.dtype) for hidden in hiddens]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        saved: SavedForBackward = ctx.saved
-        model = saved.model
-        begin_backward(saved, upstream)
-        needs_weight, needs_bias, needs_root = ctx.needs_input_grad[2:5]
-        needs_hidden = ctx.needs_input_grad[5:]
-        with no_grad_no_autocast(upstream.device):
-            needs = NeedsGrad(any(needs_hidden), needs_weight, needs_bias)
-            gradients, main = saved.head_gradients(
-                upstream,
-                lambda: (hidden.flatten(0, 1) for hidden in ctx.saved_tensors),
-                needs,
-                not model.tied,
-            )
-        weight = gradients.weight if needs_weight and main is None else None
-        if weight is not None and model.tied:
-            # Tied weights share one buffer: the lookups' rows are added to the head's gradient.
-            model.table.tied_gradient, weight = weight, None
-        d_hiddens: list[Tensor | None] = []
-        done = 0
-        for (shape, dtype), needed in zip(ctx.layout, needs_hidden, strict=True):
-            rows = slice(done, done + shape[0] * shape[1])
-            done = rows.stop
-            d_hiddens.append(gradients.hidden[rows].view(shape).to(dtype) if needed else None)
-        return (
-            *(None, None),
-            None if weight is None else weight.to(model.head_weight.dtype),
-            gradients.bias_like(model.head_bias) if needs_bias else None,
-            model.table.weight.new_zeros(0) if needs_root else None,
-            *d_hiddens,
-        )

@@ -17,10 +17,9 @@ from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP, Model
 from accumext.decoder._objective import Objective
 from accumext.decoder._precision import no_autocast, no_grad_no_autocast
-from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import sample
-from accumext.tensors.checks import check_first_order, fail_type, fail_value, type_name
+from accumext.tensors.checks import fail_type, fail_value, type_name
 
 
 class HeadOfSteps:
@@ -169,30 +168,3 @@ def reduced(transcript: Transcript, losses: Tensor, inverse_divisor: Tensor) -> 
         losses = torch.where(transcript.counted(), losses * weight, 0)
     none = transcript.objective.reduction == "none"
     return losses if none else losses.sum() * inverse_divisor
-
-
-def begin_backward(saved: SavedForBackward, upstream: Tensor) -> None:
-    """Check that a backward pass may run; prepare the embedding and the gate of the states."""
-    check_first_order(OP)
-    saved.check_unchanged()
-    saved.model.table.discard_gradients()
-    saved.transcript.gate.begin_backward(upstream)
-
-
-class BeginBackward(torch.autograd.Function):
-    """The identity of the loss: its backward runs first, and calls `begin_backward`.
-
-    The anchor of the embedding's lookups is an argument, as in `HeadLoss`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, saved: SavedForBackward, loss: Tensor, anchor: Tensor) -> Tensor:
-        ctx.saved = saved
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        saved: SavedForBackward = ctx.saved
-        begin_backward(saved, upstream)
-        needs_root = ctx.needs_input_grad[2]
-        return None, upstream, saved.model.table.weight.new_zeros(0) if needs_root else None

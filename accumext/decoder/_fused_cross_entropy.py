@@ -48,19 +48,17 @@ class HeadGradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply by a 0-dim factor, in place; nothing is written if it is 1."""
-        given = [self.hidden]
+        gradients = [self.hidden]
         if self.weight is not None:
-            given.append(self.weight)
+            gradients.append(self.weight)
         if self.bias is not None:
-            given.append(self.bias)
-        torch.ops.accumext.scale_(given, factor)
+            gradients.append(self.bias)
+        torch.ops.accumext.scale_(gradients, factor)
 
     def clone(self) -> HeadGradients:
         """Return a copy of the gradients."""
-        given = (self.hidden, self.weight, self.bias)
-        hidden, weight, bias = (None if g is None else g.clone() for g in given)
-        assert hidden is not None
-        return HeadGradients(hidden, weight, bias)
+        weight, bias = (None if g is None else g.clone() for g in (self.weight, self.bias))
+        return HeadGradients(self.hidden.clone(), weight, bias)
 
     def bias_like(self, parameter: Tensor | None) -> Tensor | None:
         """Return the bias's gradient in the dtype of its parameter."""

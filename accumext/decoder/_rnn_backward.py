@@ -288,10 +288,10 @@ class RnnBackward:
         for weight, gradient in zip(self._rnn.weights, self._d_weights, strict=True):
             if weight is not None:
                 gradients.append(gradient.to(weight.dtype))
-        found: list[Tensor | None] = []
+        wanted: list[Tensor | None] = []
         for gradient, need in zip(gradients, needed, strict=True):
-            found.append(gradient if need else None)
-        return found
+            wanted.append(gradient if need else None)
+        return wanted
 
 
 def pre_activations(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from accumext.decoder._call import Call
-from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, RowResults
 from accumext.recurrence import NO_TRUNCATION, OPEN_GATE, State
 
 
@@ -91,9 +91,7 @@ class Transcript:
             self.source.temperature,
         )  # fmt: skip
         self.predicted.view(-1)[index] = results.tokens
-        self.losses.view(-1)[index] = results.losses
-        if self.entropies is not None and results.entropies is not None:
-            self.entropies.view(-1)[index] = results.entropies
+        self._write(index, results)
         if self.active is not None:
             self.predicted[span] = self.padded(span, self.predicted[span])
 
@@ -106,12 +104,14 @@ class Transcript:
             counted = counted & self.active
         counted, upstream = counted.flatten()[rows], self.upstream(rows)
         if head.of_distributions:
-            results = head.known(hidden, targets, counted, rows, upstream)
-            self.losses.view(-1)[rows] = results.losses
-            if self.entropies is not None and results.entropies is not None:
-                self.entropies.view(-1)[rows] = results.entropies
+            self._write(rows, head.known(hidden, targets, counted, rows, upstream))
             return
         self.losses.view(-1)[rows] = head.add_rows(hidden, targets, counted, rows, upstream, stats)
+
+    def _write(self, rows: Tensor, results: RowResults) -> None:
+        self.losses.view(-1)[rows] = results.losses
+        if self.entropies is not None and results.entropies is not None:
+            self.entropies.view(-1)[rows] = results.entropies
 
     def upstream(self, rows: Tensor) -> Tensor | None:
         """Return the factor of the losses of rows [M], positions among T B. It lacks the divisor if
