@@ -16,12 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accumext.decoder import _operators
-from accumext.decoder._callable_heads import (
-    HeadOfSteps,
-    called_head_losses,
-    called_logits,
-    reduced,
-)
+from accumext.decoder._callable_heads import HeadOfSteps, called_head_losses, called_logits, reduced
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
 from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._plan import SEGMENT, keeps_graph

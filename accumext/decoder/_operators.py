@@ -183,8 +183,7 @@ def add_matmul_reference(sums: Tensor, left: Tensor, right: Tensor, overwrite: b
 # operand is of half precision, the right one is rounded to its dtype; to float16 on a GPU after a
 # division by its largest magnitude, since the range of float16 is small.
 add_matmul = define_operator(
-    add_matmul_reference,
-    "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()",
+    add_matmul_reference, "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()"
 )
 
 
@@ -215,10 +214,7 @@ def large_pages_reference(memory: Tensor) -> None:
 
 # Asks for large pages for a tensor of many megabytes before it is first written. With ordinary
 # pages, page faults would take longer than the matrix product that writes the tensor.
-large_pages = define_operator(
-    large_pages_reference,
-    "(Tensor memory) -> ()",
-)
+large_pages = define_operator(large_pages_reference, "(Tensor memory) -> ()")
 
 
 def decode_steps_reference(

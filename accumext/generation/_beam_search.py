@@ -58,13 +58,7 @@ def beam_search(
 
 class _Search:
     def __init__(
-        self,
-        stepper: Stepper,
-        state: State,
-        first: Tensor,
-        steps: int,
-        beams: int,
-        penalty: float,
+        self, stepper: Stepper, state: State, first: Tensor, steps: int, beams: int, penalty: float
     ) -> None:
         batch = len(first)
         self.stepper, self.beams, self.batch, self.penalty = stepper, beams, batch, penalty

@@ -427,9 +427,7 @@ class _SharedGraph:
         return zero_dependency([*self._hooked.values()])
 
 
-def _check(
-    args: dict[str, Any],
-) -> tuple[Inputs, int, int, Tensor | None, Resets | None]:
+def _check(args: dict[str, Any]) -> tuple[Inputs, int, int, Tensor | None, Resets | None]:
     """Check the arguments of a call. Return the inputs with random numbers drawn, k1, k2, which
     steps are within the lengths of their rows, and the resets."""
     for name in ("step", "criterion", "backward"):

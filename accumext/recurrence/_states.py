@@ -12,13 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext.tensors.checks import (
-    dtype_name,
-    fail_type,
-    fail_value,
-    message,
-    type_name,
-)
+from accumext.tensors.checks import dtype_name, fail_type, fail_value, message, type_name
 from accumext.tensors.torch_private import tree_leaves, tree_map, write_count
 
 # A tensor, None, or any nesting of tuples, lists, dicts and dataclasses of them.

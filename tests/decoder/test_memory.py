@@ -14,13 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import accumext
 from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory, _plan
-from accumext.decoder._plan import (
-    HeadRows,
-    Plan,
-    fill_budget,
-    keeps_graph,
-    plan_from,
-)
+from accumext.decoder._plan import HeadRows, Plan, fill_budget, keeps_graph, plan_from
 from accumext.decoder._precision import Dtypes
 from accumext.decoder._rnn_weights import rnn_weights_of
 
