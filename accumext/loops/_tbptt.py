@@ -3,7 +3,6 @@ time."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from accumext.distributed import gathered_once
 from accumext.recurrence import (
-    Checkpoint,
     Inputs,
     KeptState,
     NoBatchAsSequence,
@@ -21,6 +19,7 @@ from accumext.recurrence import (
     Replay,
     Resets,
     State,
+    WindowStarts,
     batch_dim_of,
     check_batch_dim,
     check_nesting,
@@ -171,27 +170,31 @@ def tbptt(
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
     rows = None if active is None else _Rows(active, batch_dim or 0)
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows, reset, batch_dim or 0)
-    history = None
-    if k1 < k2:
-        history = _StateHistory(k2, Replay(KeptState(OP, "step", step), targets.device))
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
     # State and context may come from one graph, such as an encoder, which a backward pass frees. So
     # if there is a context with gradients, the last window sends those of the state back as well.
     together = any(tensor.requires_grad for tensor in context)
     losses: list[Tensor] = []
     spans = windows(steps, k1, k2) if targets.shape[:2].numel() else []
+    starts = None
+    if k1 < k2:
+        replay = Replay(KeptState(OP, "step", step), targets.device)
+        starts = WindowStarts(replay, {begin for begin, _, _ in spans})
     last_from_initial = spans[-1] if together and spans else _last_from_initial(spans, reset)
     for span in spans:
         first, begin, end = span
-        if history is not None:
-            state = history.restore(first, state)
+        if starts is not None and (checkpoint := starts.at(first)) is not None:
+            what = "no state of an earlier step"
+            check_unwritten(OP, "step", what, checkpoint.read, checkpoint.writes)
+            starts.replay.go_back(checkpoint)
+            state = checkpoint.state
         ends, reaches_initial = end == steps, span == last_from_initial
         running.initial = initial.tensors(last=reaches_initial)
         if first == 0:
             state = running.initial
         running.context = memory.tensors(last=ends)
         with gathered_once(OP, step, criterion) as gathered:
-            loss, state = running.run(first, begin, end, state, history)
+            loss, state = running.run(first, begin, end, state, starts)
             loss = loss * loss_factor
             for shared in [initial, memory] if reaches_initial else [memory]:
                 if (zero := shared.zero_dependency()) is not None:
@@ -289,18 +292,18 @@ class _Steps:
         self.inputs = [source.teacher[0]] if self.count else []
 
     def run(
-        self, first: int, begin: int, end: int, state: State, history: _StateHistory | None
+        self, first: int, begin: int, end: int, state: State, starts: WindowStarts | None
     ) -> tuple[Tensor, State]:
         """Return the loss of steps [begin, end), with a graph from `first` on, and the state after
         them."""
         losses = []
         for t in range(first, end):
-            if history is not None:
-                history.save(t, state)
+            if starts is not None:
+                starts.save(t, state)
             if self.resets is not None:
                 active = None if self.rows is None else self.rows.active
                 state = self.resets.apply(OP, t, active, state, self.initial, self.batch_dim)
-            given = self._read_again(t, state, history)
+            given = self._read_again(t, state, overlap=starts is not None)
             counts = write_counts(given)
             looks = t == 0 and may_be_unbatched(state, len(self.inputs[t]))
             try:
@@ -324,20 +327,20 @@ class _Steps:
             if t == 0:
                 _check_order(output, state, new_state)
             state = new_state if self.rows is None else self.rows.freeze(t, new_state, state)
-            if history is not None:
-                history.replay.compare(t, (output, state))
+            if starts is not None:
+                starts.replay.compare(t, (output, state))
                 if t + 1 == end:
-                    history.replay.note(t, (output, state))
+                    starts.replay.note(t, (output, state))
             if t < begin:
                 continue  # run again for its graph only: its loss was in an earlier window
             losses.append(self.losses.at(t, output))
             self._feed_back(t, output)
         return torch.stack(losses).sum(), state
 
-    def _read_again(self, t: int, state: State, history: _StateHistory | None) -> list[Tensor]:
+    def _read_again(self, t: int, state: State, overlap: bool) -> list[Tensor]:
         """Return tensors that a step must not write into: all arguments if windows overlap, and the
         state if rows that have ended keep it, or may be reset to it."""
-        if history is None:
+        if not overlap:
             by_row = self.rows is not None or self.resets is not None
             return tensors(state) if by_row else []
         return tensors((self.inputs[t], state, self.context))
@@ -362,30 +365,6 @@ def _check_order(output: Any, state: State, new_state: State) -> None:
 
 def _shape(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else type_name(value)
-
-
-class _StateHistory:
-    """Checkpoints before the last k2 steps, for windows that overlap."""
-
-    def __init__(self, k2: int, replay: Replay) -> None:
-        self.replay = replay
-        self._starts: deque[tuple[int, Checkpoint]] = deque(maxlen=k2)
-
-    def save(self, step: int, state: State) -> None:
-        """Save a checkpoint before `step`, unless there is one."""
-        if not self._starts or self._starts[-1][0] < step:
-            self._starts.append((step, self.replay.checkpoint(state, graphs=True)))
-
-    def restore(self, step: int, current: State) -> State:
-        """Set generators and hidden state back to those before `step`, and return the state before
-        it. If the step has not run yet, just return `current`."""
-        for saved, start in self._starts:
-            if saved == step:
-                what = "no state of an earlier step"
-                check_unwritten(OP, "step", what, start.read, start.writes)
-                self.replay.go_back(start)
-                return start.state
-        return current
 
 
 class _SharedGraph:

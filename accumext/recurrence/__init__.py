@@ -23,6 +23,7 @@ from accumext.recurrence._generators import own_generator as own_generator
 from accumext.recurrence._kept_state import KeptState as KeptState
 from accumext.recurrence._replay import Checkpoint as Checkpoint
 from accumext.recurrence._replay import Replay as Replay
+from accumext.recurrence._replay import WindowStarts as WindowStarts
 from accumext.recurrence._replay import fingerprints_of as fingerprints_of
 from accumext.recurrence._resets import Resets as Resets
 from accumext.recurrence._resets import resets_of as resets_of

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -226,6 +226,30 @@ class Replay:
         if self.kept.op == "rollout":
             advice = "Pass checkpoint=steps, which keeps the graph"
         raise RuntimeError(message(self.kept.op, self.kept.name, contract, got, advice)) from cause
+
+
+class WindowStarts:
+    """Checkpoints before the steps at which windows begin that overlap the one before."""
+
+    def __init__(self, replay: Replay, steps: Iterable[int]) -> None:
+        self.replay, self._ahead = replay, set(steps)
+        self._checkpoints: dict[int, Checkpoint] = {}
+
+    def save(self, step: int, state: State) -> None:
+        """Keep a checkpoint if a window begins with this step, when it runs for the first time."""
+        if step in self._ahead:
+            self._ahead.remove(step)
+            self._checkpoints[step] = self.replay.checkpoint(state, graphs=True)
+
+    def at(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint before a step, and drop earlier ones; None before its first run."""
+        for earlier in [t for t in self._checkpoints if t < step]:
+            del self._checkpoints[earlier]
+        return self._checkpoints.get(step)
+
+    def clear(self) -> None:
+        """Drop all checkpoints, whose hidden state may have graphs."""
+        self._checkpoints.clear()
 
 
 class _Part:
