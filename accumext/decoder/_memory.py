@@ -7,7 +7,6 @@ tensors without data.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -266,11 +265,11 @@ def segment_memory(call: Call, longest: int) -> tuple[SegmentMemory, SegmentMemo
     try:
         with fake_tensors() as fake, torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the call itself will warn
-            state = _grown(call, fake, call.tokens.steps - longest)
-            late = call._replace(tokens=replace(call.tokens, state=state))
+            given, steps = call.tokens.state, call.tokens.steps
+            state = _grown(call, fake, steps - longest)
             # At least two steps, for the second step's gradients are added to the first step's.
-            last = _measured(late, fake, max(longest, min(2, call.tokens.steps)))
-            return last if state is call.tokens.state else _measured(call, fake, 1), last
+            last = _measured(call, state, fake, max(longest, min(2, steps)))
+            return last if state is given else _measured(call, given, fake, 1), last
     except Exception:  # a cell that asks for values of tensors may raise anything
         return (_like_gru(call, longest),) * 2
     finally:
@@ -290,9 +289,9 @@ def _like_gru(call: Call, longest: int) -> SegmentMemory:
     return SegmentMemory(longest * graph + weights, weights, batch * hidden * size, graph)
 
 
-def _measured(call: Call, fake: Any, steps: int) -> SegmentMemory:
-    """Measure the memory of a segment of so many steps from the call's state."""
-    state = map_tensors(partial(_copy, requires_grad=True), call.tokens.state)
+def _measured(call: Call, state: State, fake: Any, steps: int) -> SegmentMemory:
+    """Measure the memory of a segment of so many steps from a state."""
+    state = map_tensors(partial(_copy, requires_grad=True), state)
     run = _without_data(call, steps)
     d_hidden = run.anchor.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
 
