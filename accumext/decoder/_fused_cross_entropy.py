@@ -18,6 +18,7 @@ logit: w.z = h.(W^T w) + w.b.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -175,23 +176,12 @@ class FusedCrossEntropy:
         self, hidden: Tensor, targets: Tensor, counted: Tensor, index: Tensor,
         upstream: Tensor | None,
     ) -> RowResults:  # fmt: skip
-        """Compute a loss of whole distributions as `forward` does, but tokens of counted rows only.
-
-        Other rows are skipped on a CPU. On a GPU the host would have to wait for their number.
-        """
-        if counted.device.type != "cpu":
-            return self._differentiate(hidden, targets, counted, index, upstream)
-        some = counted.nonzero().squeeze(1)
-        if upstream is not None and upstream.dim() > 0:
-            upstream = upstream[some]
-        part = self._differentiate(
-            hidden[some], targets[some], counted[some], index[some], upstream
-        )
-        tokens, (losses, entropies) = torch.zeros_like(index), hidden.new_zeros(2, len(index))
-        tokens[some], losses[some] = part.tokens, part.losses
-        if part.entropies is not None:
-            entropies[some] = part.entropies
-        return RowResults(tokens, losses, entropies)
+        """Compute a loss of whole distributions as `forward` does, but tokens of counted rows only:
+        other rows are skipped on a CPU."""
+        one = upstream is None or upstream.dim() == 0
+        run = partial(self._differentiate, upstream=upstream) if one else self._differentiate
+        rows = (hidden, targets, counted, index, *(() if one else (upstream,)))
+        return RowResults(*_operators.of_chosen_rows(run, counted, *rows))
 
     def _pass(
         self, hidden: Tensor, targets: Tensor | None, counted: Tensor | None, index: Tensor,

@@ -347,6 +347,19 @@ def none_active(active: Tensor) -> bool:
     return active.device.type == "cpu" and not bool(active.any())
 
 
+def of_chosen_rows(
+    function: Callable[..., tuple[Any, ...]], chosen: Tensor, *columns: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the results [M, ...] of a function of rows, computed on a CPU for the chosen rows [M]
+    alone; others are 0. On a GPU the host would have to wait for their number: all are computed."""
+    if chosen.device.type != "cpu" or bool(chosen.all()):
+        return function(*columns)
+    rows = chosen.nonzero().squeeze(1)
+    parts = function(*(None if column is None else column[rows] for column in columns))
+    zeros = (part.new_zeros(len(chosen), *part.shape[1:]) for part in parts)
+    return tuple(zero.index_copy_(0, rows, part) for zero, part in zip(zeros, parts, strict=True))
+
+
 def rnn_advance(
     kind: int, from_x: Tensor, from_h: Tensor, active: Tensor | None, h: Tensor, c: Tensor | None,
     h_next: Tensor, c_next: Tensor | None,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from accumext.decoder import of_chosen_rows
 from accumext.generation._output_layer import log_probabilities
 from accumext.generation._stepper import (
     CHUNK,
@@ -14,7 +16,6 @@ from accumext.generation._stepper import (
     Generated,
     OperatorSteps,
     Stepper,
-    all_known_active,
 )
 from accumext.generation._token_filters import TokenFilter
 from accumext.recurrence import State
@@ -65,13 +66,10 @@ def _choose(
     active: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Choose tokens [B]. Return them and their log-probabilities. Inactive rows have any values."""
-    if not stepper.ends or active.device.type != "cpu" or all_known_active(active):
-        return stepper.layer.choose(hidden, uniforms, token_filter)
-    rows = active.nonzero()[:, 0]
-    tokens = torch.zeros_like(active, dtype=torch.int64)
-    log_probs = _no_log_probs(stepper, tokens.shape)
-    numbers = None if uniforms is None else uniforms[rows]
-    tokens[rows], log_probs[rows] = stepper.layer.choose(hidden[rows], numbers, token_filter)
+    choose = partial(stepper.layer.choose, token_filter=token_filter)
+    if not stepper.ends:
+        return choose(hidden, uniforms)
+    tokens, log_probs = of_chosen_rows(choose, active, hidden, uniforms)
     return tokens, log_probs
 
 
