@@ -138,10 +138,7 @@ def _free_steps(args: Arguments) -> int:
         fail_value(OP, "inputs", "be None if targets are None", type_name(inputs))
     if steps is None:
         fail_value(OP, "steps", "be given if targets are None", None)
-    size = integer(OP, "steps", steps)
-    if size < 0:
-        fail_value(OP, "steps", "be at least 0", size)
-    return size
+    return integer(OP, "steps", steps, 0)
 
 
 def batch_size(

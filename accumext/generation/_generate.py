@@ -153,7 +153,7 @@ def generate(
             batch = prompt.shape[1]
         else:
             batch = batch_size(model.cell, state, start, lengths, model.context)
-        steps = _max_length(max_length) if batch else 0
+        steps = integer(OP, "max_length", max_length, 0) if batch else 0
         stepper = _stepper(model, eos, lengths, batch, steps)
         rows, device = len(model.table.weight), model.device
         first = start_of(OP, start, batch, rows, device, _DEVICE) if prompt is None else prompt[-1]
@@ -189,13 +189,6 @@ def generate(
     if batch_first:
         tokens, log_probs = tokens.transpose(0, 1), log_probs.transpose(0, 1)
     return GenerateOutput(tokens, log_probs, generated.lengths, last, scores)
-
-
-def _max_length(value: Any) -> int:
-    steps = integer(OP, "max_length", value)
-    if steps < 0:
-        fail_value(OP, "max_length", "be at least 0", steps)
-    return steps
 
 
 def _stepper(model: Model, eos: Any, lengths: Any, batch: int, steps: int) -> Stepper:

@@ -282,9 +282,7 @@ def _check(args: Mapping[str, Any]) -> tuple[int, Truncation]:
             fail_type(OP, name, f"be callable{contract}", type_name(args[name]))
     check_nesting(OP, "state", args["state"])
     check_nesting(OP, "start", args["start"])
-    steps = integer(OP, "steps", args["steps"])
-    if steps < 0:
-        fail_value(OP, "steps", "be at least 0", steps)
+    steps = integer(OP, "steps", args["steps"], 0)
     truncation = truncation_from(OP, args["k1"], args["k2"], args["truncation"])
     for name in ("checkpoint", "memory_budget"):
         if args[name] is not None:

@@ -20,9 +20,7 @@ from accumext.tensors.checks import (
 
 def batch_dim_of(op: str, value: Any) -> int:
     """Return the dimension of the batch in the tensors of a state; 0 if it is None."""
-    if value is not None and integer(op, "batch_dim", value) < 0:
-        fail_value(op, "batch_dim", "be at least 0", value)
-    return int(value or 0)
+    return 0 if value is None else integer(op, "batch_dim", value, 0)
 
 
 def context_of(op: str, value: Any) -> tuple[Tensor, ...]:

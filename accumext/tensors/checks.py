@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
@@ -88,14 +89,18 @@ def type_name(value: object) -> str:
     return type(value).__name__
 
 
-def integer(op: str, argument: str, value: Any) -> int:
-    """Return an int, also from a type such as numpy's; not from a tensor, perhaps on a device."""
+def integer(op: str, argument: str, value: Any, low: int | None = None) -> int:
+    """Return an int of at least `low`, also from a type such as numpy's; not from a tensor, perhaps
+    on a device."""
+    count = None
     if not isinstance(value, (bool, Tensor)):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    fail_type(op, argument, "be an int", type_name(value))
+        with contextlib.suppress(TypeError):
+            count = operator.index(value)
+    if count is None:
+        fail_type(op, argument, "be an int", type_name(value))
+    if low is not None and count < low:
+        fail_value(op, argument, f"be at least {low}", count)
+    return count
 
 
 def token_tensor(
@@ -119,10 +124,7 @@ def lengths_tensor(op: str, argument: str, value: Any, device: torch.device) -> 
 
 def positive_int(op: str, argument: str, value: Any) -> int:
     """Return an int of at least 1."""
-    count = integer(op, argument, value)
-    if count < 1:
-        fail_value(op, argument, "be at least 1", count)
-    return count
+    return integer(op, argument, value, 1)
 
 
 def number(
