@@ -168,7 +168,7 @@ def tbptt(
     source, k1, k2, active, reset = _check(args)
     steps = targets.shape[0]
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
-    rows = None if active is None else _Rows(active, batch_dim or 0)
+    rows = None if active is None else _Rows(active)
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows, reset, batch_dim or 0)
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
     # State and context may come from one graph, such as an encoder, which a backward pass frees. So
@@ -232,16 +232,12 @@ def _call_backward(backward: Callable[[Tensor], Any], loss: Tensor, later: bool)
 
 
 class _Rows:
-    """Rows of different lengths: the states and targets of rows that have ended."""
+    """Rows of different lengths: which have ended, and what their targets are then."""
 
-    def __init__(self, active: Tensor, batch_dim: int) -> None:  # bool [T, B]
-        self.active, self.batch_dim = active, batch_dim
-        self.any = active.any(1)  # [T]
+    def __init__(self, active: Tensor) -> None:  # bool [T, B]
+        self.active, self.any = active, active.any(1)  # [T]
         # In a step past all ends every row counts, or the mean would be NaN. The loss is dropped.
         self.counted = active | ~self.any[:, None]
-
-    def freeze(self, t: int, new: State, old: State) -> State:
-        return freeze(OP, self.active[t], new, old, self.batch_dim)
 
     def targets(self, targets: Tensor) -> Tensor:
         """Return int64 targets [T, B]: ignored past the ends of rows, 0 in steps past all ends."""
@@ -326,7 +322,9 @@ class _Steps:
             check_nesting(OP, "state", new_state)
             if t == 0:
                 _check_order(output, state, new_state)
-            state = new_state if self.rows is None else self.rows.freeze(t, new_state, state)
+            if self.rows is not None:
+                new_state = freeze(OP, self.rows.active[t], new_state, state, self.batch_dim)
+            state = new_state
             if starts is not None:
                 starts.replay.compare(t, (output, state))
                 if t + 1 == end:
