@@ -11,6 +11,7 @@ from accumext.decoder._operators import define_operator as define_operator
 from accumext.decoder._operators import head_forward as head_forward
 from accumext.decoder._operators import head_forward_reference as head_forward_reference
 from accumext.decoder._operators import logits_of as logits_of
+from accumext.decoder._operators import of_chosen_rows as of_chosen_rows
 from accumext.decoder._operators import softmax_stats as softmax_stats
 from accumext.decoder._precision import no_grad_no_autocast as no_grad_no_autocast
 from accumext.decoder._rnn_forward import StepsCall as StepsCall

@@ -11,7 +11,7 @@ from accumext.decoder._objective import Objective, objective_from
 from accumext.decoder._plan import Plan, plan_from
 from accumext.decoder._tokens import Tokens, tokens_from
 from accumext.ops.wgrad_fusion import may_fuse
-from accumext.recurrence import WHOLE, Truncation
+from accumext.recurrence import NO_TRUNCATION, Truncation, truncation_from
 
 
 class Call(NamedTuple):
@@ -25,32 +25,32 @@ class Call(NamedTuple):
     return_outputs: bool
 
 
-def call_from(given: Arguments, has_data: bool = True) -> Call:
+def call_from(args: Arguments, has_data: bool = True) -> Call:
     """Check the arguments of a call, and group them. Their tensors are [T, B, ...]."""
-    model = model_from(OP, given, has_data)
-    tokens = tokens_from(model, given)
-    objective = objective_from(tokens, model.head_weight, given)
-    k1, k2, clip, truncation = given["k1"], given["k2"], given["state_grad_clip"], WHOLE
-    if given["truncation"] != "fixed" or not k1 is k2 is clip is None:
-        truncation = Truncation.of(OP, k1, k2, given["truncation"], clip)
+    model = model_from(OP, args, has_data)
+    tokens = tokens_from(model, args)
+    objective = objective_from(tokens, model.head_weight, args)
+    k1, k2, clip, truncation = args["k1"], args["k2"], args["state_grad_clip"], NO_TRUNCATION
+    if args["truncation"] != "fixed" or not k1 is k2 is clip is None:
+        truncation = truncation_from(OP, k1, k2, args["truncation"], clip)
     in_forward = objective.reduction != "none" and not may_fuse(model.head_weight)
     plan = plan_from(
-        given["memory_budget"], shape=tokens.shape, words=len(model.head_weight),
+        args["memory_budget"], shape=tokens.shape, words=len(model.head_weight),
         device=model.device.type, dtypes=model.dtypes, free_running=tokens.free_running,
         gradients_in_forward=in_forward, rnn=model.rnn,
     )  # fmt: skip
-    return Call(model, tokens, objective, truncation, plan, given["return_outputs"])
+    return Call(model, tokens, objective, truncation, plan, args["return_outputs"])
 
 
-def steps_first(given: Arguments) -> dict[str, Any]:
+def steps_first(args: Arguments) -> dict[str, Any]:
     """Return the arguments of a call with `batch_first` as those of a call without it."""
-    turned = dict(given)
+    turned = dict(args)
     for name in ("targets", "inputs", "feedback", "token_weight", "resets"):
-        value = given[name]
+        value = args[name]
         if isinstance(value, Tensor) and value.dim() in (2, 3):
             turned[name] = value.transpose(0, 1)
-    if isinstance(given["soft_targets"], (tuple, list)):
-        turned["soft_targets"] = tuple(map(_soft_steps_first, given["soft_targets"]))
+    if isinstance(args["soft_targets"], (tuple, list)):
+        turned["soft_targets"] = tuple(map(_soft_steps_first, args["soft_targets"]))
     return turned
 
 

@@ -9,26 +9,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from accumext.decoder import _operators
-from accumext.decoder._callable_heads import (
-    BeginBackward,
-    HeadOfSteps,
-    begin_backward,
-    called_head_losses,
-    called_logits,
-    reduced,
-)
+from accumext.decoder._callable_heads import HeadOfSteps, called_head_losses, called_logits, reduced
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
 from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._plan import SEGMENT, keeps_graph
 from accumext.decoder._precision import no_grad_no_autocast
-from accumext.decoder._saved_for_backward import SavedForBackward
+from accumext.decoder._saved_for_backward import BeginBackward, HeadLoss, SavedForBackward
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.recurrence import (
     OPEN_GATE,
@@ -144,9 +137,9 @@ class CallableSteps:
             kept = KeptState(OP, "cell", (model.cell.step, model.table.module, model.called_head))
             self._replay = Replay(kept, model.device, model.draws)
         spans = truncation.spans(tokens.steps) if self.builds_graph else []
-        found, last = self._overlapping(spans) if len(spans) > 1 else self._once(tokens.state)
+        segments, last = self._overlapping(spans) if len(spans) > 1 else self._once(tokens.state)
         self.head = None
-        return found, detach(last) if truncation.cuts else last
+        return segments, detach(last) if truncation.cuts else last
 
     def _once(self, state: State) -> tuple[list[Segment], State]:
         """Run every step once.
@@ -156,7 +149,7 @@ class CallableSteps:
         freed before other steps run again.
         """
         plan, steps = self.transcript.plan, self.transcript.tokens.steps
-        found = []
+        segments = []
         measures = self.builds_graph and not plan.bounded
         graph = size = 0  # bytes of the first step's graph, and of the state after it
         active = self.transcript.active
@@ -174,15 +167,15 @@ class CallableSteps:
                 segment, state = self.run_steps(begin, begin, end, state)
             else:
                 segment, state = self._run_segment(begin, begin, end, state)
-            found.append(segment)
+            segments.append(segment)
             if end == steps:
                 break
             if active is not None and _operators.none_active(active[end]):
                 if self.head is not None:
                     self.head.finish(end)
-                found.append(_inactive(segment, steps - end))
+                segments.append(_inactive(segment, steps - end))
                 break
-        return found, state
+        return segments, state
 
     def _overlapping(self, spans: list[tuple[int, int, int]]) -> tuple[list[Segment], State]:
         """Run overlapping windows, k1 < k2: gradients flow back k2 steps from each window's end.
@@ -192,7 +185,7 @@ class CallableSteps:
         """
         transcript, tokens = self.transcript, self.transcript.tokens
         starts: dict[int, Checkpoint] = {}
-        known: list[Tensor] = []  # the fingerprint of every step
+        fingerprints: list[Tensor] = []  # the fingerprint of every step
         last = tokens.state
         begins = [*sorted({begin for begin, _, _ in spans}), tokens.steps]
         with torch.no_grad():
@@ -201,22 +194,22 @@ class CallableSteps:
                 starts[first] = self._replay.checkpoint(kept)
                 for begin, end in cuts(first, following, SEGMENT):
                     segment, last = self._run_segment(begin, begin, end, last)
-                    known += fingerprints_of([*segment.hidden])
-        found = []
+                    fingerprints += fingerprints_of([*segment.hidden])
+        segments = []
         for begin, counting, end in spans:
             # Not detached at step 0: the gradient of the initial state goes on to an encoder.
             state = tokens.state if begin == 0 else starts[begin].state
             with self._replay.running_from(starts[begin]):
                 segment, _ = self._run_segment(begin, counting, end, state)
-                self._replay.check_same([*segment.hidden], known[counting:end])
+                self._replay.check_same([*segment.hidden], fingerprints[counting:end])
                 if segment.losses is not None:
                     losses = fingerprints_of(transcript.losses[counting:end])
                     self._replay.check_same(segment.losses, losses)
                 # Windows after step 0 restore what the cell kept in the pass without a graph.
                 if spans[-1][0] > 0:
                     self._replay.kept.check_no_graph()
-            found.append(segment)
-        return found, last
+            segments.append(segment)
+        return segments, last
 
     def _run_segment(
         self, begin: int, counting: int, end: int, state: State
@@ -343,9 +336,9 @@ class CallableSteps:
         self.known = end
 
 
-def _reached(found: tuple[Segment, State]) -> State:
+def _reached(result: tuple[Segment, State]) -> State:
     """Return the results that a replay must repeat: not the extras, which may be anything."""
-    segment, last = found
+    segment, last = result
     return segment.hidden, segment.losses, last
 
 
@@ -357,59 +350,3 @@ def segments_of(
     period = truncation.period
     ends = () if period is None else range(period, steps, period)
     return cuts(0, steps, longest, ends, (1,) if measures else ())
-
-
-class HeadLoss(torch.autograd.Function):
-    """The loss as a function of the head's parameters and the cell's outputs.
-
-    Its value and, as a rule, its gradients are known when it is applied. The anchor of the
-    embedding's lookups is an argument, so that its backward runs even if no lookup has a gradient.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        saved: SavedForBackward,
-        value: Tensor,  # 0-dim or [T, B]
-        weight: Tensor,
-        bias: Tensor | None,
-        anchor: Tensor,
-        *hiddens: Tensor,  # [steps, B, H] each
-    ) -> Tensor:
-        ctx.saved = saved
-        ctx.save_for_backward(*hiddens)
-        ctx.layout = [(hidden.shape, hidden.dtype) for hidden in hiddens]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        saved: SavedForBackward = ctx.saved
-        model = saved.model
-        begin_backward(saved, upstream)
-        needs_weight, needs_bias, needs_root = ctx.needs_input_grad[2:5]
-        needs_hidden = ctx.needs_input_grad[5:]
-        with no_grad_no_autocast(upstream.device):
-            needs = NeedsGrad(any(needs_hidden), needs_weight, needs_bias)
-            gradients, main = saved.head_gradients(
-                upstream,
-                lambda: (hidden.flatten(0, 1) for hidden in ctx.saved_tensors),
-                needs,
-                not model.tied,
-            )
-        weight = gradients.weight if needs_weight and main is None else None
-        if weight is not None and model.tied:
-            # Tied weights share one buffer: the lookups' rows are added to the head's gradient.
-            model.table.tied_gradient, weight = weight, None
-        d_hiddens: list[Tensor | None] = []
-        done = 0
-        for (shape, dtype), needed in zip(ctx.layout, needs_hidden, strict=True):
-            rows = slice(done, done + shape[0] * shape[1])
-            done = rows.stop
-            d_hiddens.append(gradients.hidden[rows].view(shape).to(dtype) if needed else None)
-        return (
-            *(None, None),
-            None if weight is None else weight.to(model.head_weight.dtype),
-            gradients.bias_like(model.head_bias) if needs_bias else None,
-            model.table.weight.new_zeros(0) if needs_root else None,
-            *d_hiddens,
-        )

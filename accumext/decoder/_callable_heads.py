@@ -17,10 +17,9 @@ from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._model import OP, Model
 from accumext.decoder._objective import Objective
 from accumext.decoder._precision import no_autocast, no_grad_no_autocast
-from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import sample
-from accumext.tensors.checks import check_first_order, fail_type, fail_value, type_name
+from accumext.tensors.checks import fail_type, fail_value, type_name
 
 
 class HeadOfSteps:
@@ -34,9 +33,9 @@ class HeadOfSteps:
         tokens, batch = transcript.tokens, transcript.tokens.batch
         self._transcript, self._head = transcript, head
         # If rows end, `Transcript.predict` passes only the active rows of each step on to the head.
-        whole = transcript.active is None and head.rows >= batch
-        self._finds_tokens = tokens.free_running and whole
-        self._size = head.rows // batch if whole or not tokens.free_running else 1  # steps
+        by_steps = transcript.active is None and head.rows >= batch
+        self._finds_tokens = tokens.free_running and by_steps
+        self._size = head.rows // batch if by_steps or not tokens.free_running else 1  # steps
         self._begin = 0  # the first step whose losses are not formed yet
         self._hidden: list[Tensor] = []  # outputs of the steps from `_begin` on, [n B, H] each
         self._stats: list[Tensor] = []  # [3, B] of each of them, if tokens are predicted at once
@@ -108,10 +107,10 @@ def called_head_losses(transcript: Transcript, step: int, hidden: Tensor, known:
     logits = called_logits(OP, transcript.model, hidden)
     with no_autocast(logits.device):
         if not known:
-            found = logits.detach()
-            tokens = found.max(1).indices
+            detached = logits.detach()
+            tokens = detached.max(1).indices
             if source.uniforms is not None:
-                tokens = sample(found, source.uniforms[step], source.temperature)
+                tokens = sample(detached, source.uniforms[step], source.temperature)
             transcript.predicted[step] = transcript.padded(step, tokens)
         batch = len(hidden)
         rows = torch.arange(step * batch, (step + 1) * batch, device=hidden.device)
@@ -169,30 +168,3 @@ def reduced(transcript: Transcript, losses: Tensor, inverse_divisor: Tensor) -> 
         losses = torch.where(transcript.counted(), losses * weight, 0)
     none = transcript.objective.reduction == "none"
     return losses if none else losses.sum() * inverse_divisor
-
-
-def begin_backward(saved: SavedForBackward, upstream: Tensor) -> None:
-    """Check that a backward pass may run; prepare the embedding and the gate of the states."""
-    check_first_order(OP)
-    saved.check_unchanged()
-    saved.model.table.discard_gradients()
-    saved.transcript.gate.begin_backward(upstream)
-
-
-class BeginBackward(torch.autograd.Function):
-    """The identity of the loss: its backward runs first, and calls `begin_backward`.
-
-    The anchor of the embedding's lookups is an argument, as in `HeadLoss`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, saved: SavedForBackward, loss: Tensor, anchor: Tensor) -> Tensor:
-        ctx.saved = saved
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, Tensor | None]:
-        saved: SavedForBackward = ctx.saved
-        begin_backward(saved, upstream)
-        needs_root = ctx.needs_input_grad[2]
-        return None, upstream, saved.model.table.weight.new_zeros(0) if needs_root else None

@@ -15,14 +15,7 @@ from accumext.decoder._observations import rows_of
 from accumext.decoder._rnn_backward import decode_with_rnn
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.distributed import gathered_once
-from accumext.recurrence import (
-    State,
-    map_leaves,
-    observing,
-    tensors,
-    with_shapes,
-    zero_dependency,
-)
+from accumext.recurrence import State, map_leaves, observing, tensors, with_shapes, zero_dependency
 from accumext.tensors.argument_names import explained
 from accumext.tensors.checks import DrawWord, FeedbackWord, TokenReduction, TruncationWord, bools
 
@@ -224,40 +217,40 @@ def decode_loss(
     (scheduled sampling); Rennie et al. 2017 (self-critical training); Hinton et al. 2015 (soft
     targets); the derivation is in docs/decoder_inside.md.
     """
-    given = dict(locals())
+    args = dict(locals())
     if observing.observers:
-        observing.tell(decode_loss, given)
+        observing.tell(decode_loss, args)
     if batch_first.__class__ is not bool or return_outputs.__class__ is not bool:
         bools(OP, batch_first=batch_first, return_outputs=return_outputs)
     if batch_first:
-        given = steps_first(given)
-    observed = given["inputs"] if embedding is None else None
+        args = steps_first(args)
+    observed = args["inputs"] if embedding is None else None
     if embedding is None:
-        given["embedding"], given["inputs"] = rows_of(given)
+        args["embedding"], args["inputs"] = rows_of(args)
     with gathered_once(OP, cell, read=(embedding, cell, head)) as gathered:
-        call = call_from(given)
+        call = call_from(args)
         model, tokens = call.model, call.tokens
         # Random numbers are drawn only after all checks: a call that fails one draws none.
         transcript = Transcript(call)
         if tokens.feedback.word == "teacher":  # before the head reads a shared weight
             model.table.renormalise(transcript.padded(slice(None), tokens.feedback.teacher))
         if transcript.losses.numel() == 0:
-            found = _decode_nothing(transcript, return_outputs)
+            decoded = _decode_nothing(transcript, return_outputs)
         elif model.rnn is not None:
-            found = decode_with_rnn(transcript, model.rnn, return_outputs)
+            decoded = decode_with_rnn(transcript, model.rnn, return_outputs)
         else:
-            found = decode_with_callable(transcript, return_outputs)
-        outputs = found.outputs
+            decoded = decode_with_callable(transcript, return_outputs)
+        outputs = decoded.outputs
         if outputs is not None and transcript.active is not None:
             outputs = torch.where(transcript.active[:, :, None], outputs, 0)
         if gathered is not None:
-            others = tensors((found.state, outputs, found.extras))
-            found = found._replace(loss=gathered.finish(found.loss, others))
+            others = tensors((decoded.state, outputs, decoded.extras))
+            decoded = decoded._replace(loss=gathered.finish(decoded.loss, others))
     # The backward pass reads the inputs again. The caller may write into the result: it is a copy.
     fed = transcript.inputs.clone() if observed is None else observed.detach()
     out = DecodeOutput(
-        found.loss, transcript.predicted, fed, transcript.losses, found.state,
-        found.lengths, outputs, found.extras, transcript.entropies,
+        decoded.loss, transcript.predicted, fed, transcript.losses, decoded.state,
+        decoded.lengths, outputs, decoded.extras, transcript.entropies,
     )  # fmt: skip
     return _with_batch_first(out) if batch_first else out
 

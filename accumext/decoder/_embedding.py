@@ -41,10 +41,10 @@ class EmbeddingTable:
         """Return embedded tokens [n, B] as n tensors [B, E], which depend on the weight through the
         anchor and are no views of each other. If tokens are not known, `look_up` is to fill each.
         """
-        found: tuple[Tensor, ...] = _Lookups.apply(  # type: ignore[no-untyped-call]
+        rows: tuple[Tensor, ...] = _Lookups.apply(  # type: ignore[no-untyped-call]
             self, anchor, tokens, known
         )
-        return found
+        return rows
 
     def call(self, tokens: Tensor) -> Tensor:
         """Return the embedded tokens [B] of a step by a call of the module. It gets a copy of the

@@ -18,6 +18,7 @@ logit: w.z = h.(W^T w) + w.b.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -48,26 +49,24 @@ class HeadGradients:
 
     def scale(self, factor: Tensor) -> None:
         """Multiply by a 0-dim factor, in place; nothing is written if it is 1."""
-        given = [self.hidden]
+        gradients = [self.hidden]
         if self.weight is not None:
-            given.append(self.weight)
+            gradients.append(self.weight)
         if self.bias is not None:
-            given.append(self.bias)
-        torch.ops.accumext.scale_(given, factor)
+            gradients.append(self.bias)
+        torch.ops.accumext.scale_(gradients, factor)
 
     def clone(self) -> HeadGradients:
         """Return a copy of the gradients."""
-        given = (self.hidden, self.weight, self.bias)
-        hidden, weight, bias = (None if g is None else g.clone() for g in given)
-        assert hidden is not None
-        return HeadGradients(hidden, weight, bias)
+        weight, bias = (None if g is None else g.clone() for g in (self.weight, self.bias))
+        return HeadGradients(self.hidden.clone(), weight, bias)
 
     def bias_like(self, parameter: Tensor | None) -> Tensor | None:
         """Return the bias's gradient in the dtype of its parameter."""
         return None if self.bias is None or parameter is None else self.bias.to(parameter.dtype)
 
 
-class Found(NamedTuple):
+class RowResults(NamedTuple):
     """Results of M rows of the head."""
 
     tokens: Tensor  # int64 [M]
@@ -156,7 +155,7 @@ class FusedCrossEntropy:
         upstream: Tensor | None = None,  # factor of the losses in the gradients, 0-dim or [M]
         uniforms: Tensor | None = None,  # fp64 [M], to sample with
         temperature: float = 1.0,  # of samples
-    ) -> Found:
+    ) -> RowResults:
         """Compute tokens and losses of M more rows, and keep what their gradients need."""
         hidden = hidden.detach().to(self.dtype)
         if not self.of_distributions:
@@ -166,39 +165,28 @@ class FusedCrossEntropy:
             tokens = self._pass(hidden, None, None, index, None, uniforms, temperature).tokens
             known = tokens if targets is None else targets
             return self.known(hidden, known, counted, index, upstream)._replace(tokens=tokens)
-        found = self.known(hidden, targets, counted, index, upstream)
+        results = self.known(hidden, targets, counted, index, upstream)
         if counted.device.type == "cpu":  # `known` has left out rows without a loss
-            rest = (~counted).nonzero().squeeze(1)
-            others = self._pass(hidden[rest], None, None, index[rest], None, None, 1.0)
-            found.tokens[rest] = others.tokens
-        return found
+            uncounted = (~counted).nonzero().squeeze(1)
+            others = self._pass(hidden[uncounted], None, None, index[uncounted], None, None, 1.0)
+            results.tokens[uncounted] = others.tokens
+        return results
 
     def known(
         self, hidden: Tensor, targets: Tensor, counted: Tensor, index: Tensor,
         upstream: Tensor | None,
-    ) -> Found:  # fmt: skip
-        """Compute a loss of whole distributions as `forward` does, but tokens of counted rows only.
-
-        Other rows are skipped on a CPU. On a GPU the host would have to wait for their number.
-        """
-        if counted.device.type != "cpu":
-            return self._differentiate(hidden, targets, counted, index, upstream)
-        some = counted.nonzero().squeeze(1)
-        if upstream is not None and upstream.dim() > 0:
-            upstream = upstream[some]
-        part = self._differentiate(
-            hidden[some], targets[some], counted[some], index[some], upstream
-        )
-        tokens, (losses, entropies) = torch.zeros_like(index), hidden.new_zeros(2, len(index))
-        tokens[some], losses[some] = part.tokens, part.losses
-        if part.entropies is not None:
-            entropies[some] = part.entropies
-        return Found(tokens, losses, entropies)
+    ) -> RowResults:  # fmt: skip
+        """Compute a loss of whole distributions as `forward` does, but tokens of counted rows only:
+        other rows are skipped on a CPU."""
+        one = upstream is None or upstream.dim() == 0
+        run = partial(self._differentiate, upstream=upstream) if one else self._differentiate
+        rows = (hidden, targets, counted, index, *(() if one else (upstream,)))
+        return RowResults(*_operators.of_chosen_rows(run, counted, *rows))
 
     def _pass(
         self, hidden: Tensor, targets: Tensor | None, counted: Tensor | None, index: Tensor,
         upstream: Tensor | None, uniforms: Tensor | None, temperature: float,
-    ) -> Found:  # fmt: skip
+    ) -> RowResults:  # fmt: skip
         """Compute the cross-entropy as `forward` does; with `counted` None, only the tokens."""
         tokens = torch.empty_like(index)
         losses = hidden.new_zeros(len(hidden))
@@ -219,7 +207,7 @@ class FusedCrossEntropy:
             known = (tokens if targets is None else targets)[piece]
             rows = known, counted[piece], index[piece]
             losses[piece] = self.add_rows(h, *rows, factor, stats)
-        return Found(tokens, losses)
+        return RowResults(tokens, losses)
 
     def add_rows(
         self,
@@ -249,7 +237,7 @@ class FusedCrossEntropy:
     def _differentiate(
         self, hidden: Tensor, targets: Tensor, counted: Tensor, index: Tensor,
         upstream: Tensor | None,
-    ) -> Found:  # fmt: skip
+    ) -> RowResults:  # fmt: skip
         """Compute losses of whole distributions. The workspace holds their gradients with respect
         to the logits in place of E, without the terms in t and q, and r is the upstream factor."""
         objective, temperature = self._objective, self._objective.soft_temperature
@@ -284,7 +272,7 @@ class FusedCrossEntropy:
                 self._filled += len(h)
             losses[piece] = torch.where(counts, loss, 0)
             entropies[piece] = torch.where(counts, entropy, 0)
-        return Found(tokens, losses, entropies)
+        return RowResults(tokens, losses, entropies)
 
     def _coefficients(self, targets: Tensor) -> tuple[Tensor | float, Tensor | float]:
         """Return s of the rows' targets, and the factor of lse in the loss without the z-loss."""

@@ -7,7 +7,6 @@ tensors without data.
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,26 +19,12 @@ from accumext.decoder._call import Call, call_from, steps_first
 from accumext.decoder._callable import CallableSteps, segments_of
 from accumext.decoder._decode_loss import decode_loss
 from accumext.decoder._model import OP, Model, head_weights
-from accumext.decoder._module_calls import (
-    formula_weights,
-)
+from accumext.decoder._module_calls import formula_weights
 from accumext.decoder._observations import rows_of
 from accumext.decoder._parameters import with_parameters_of
-from accumext.decoder._plan import HANDED_OUT, PRE_ACTIVATIONS, SEGMENT, keeps_graph
-from accumext.decoder._rnn_weights import (
-    GRU,
-    LSTM,
-    RNN_RELU,
-    RNN_TANH,
-    RnnWeights,
-)
-from accumext.recurrence import (
-    KeptState,
-    State,
-    map_tensors,
-    parameter_tensors,
-    tensors,
-)
+from accumext.decoder._plan import PRE_ACTIVATION_DEVICES, PRE_ACTIVATIONS, SEGMENT, keeps_graph
+from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
+from accumext.recurrence import KeptState, State, map_tensors, parameter_tensors, tensors
 from accumext.tensors.argument_names import explained
 from accumext.tensors.checks import bools, fail_type, type_name
 from accumext.tensors.torch_private import (
@@ -68,7 +53,7 @@ GRAPH, GATES = 10, 3
 
 @explained
 @with_parameters_of(decode_loss)
-def decode_memory(given: dict[str, Any]) -> int:
+def decode_memory(args: dict[str, Any]) -> int:
     """Return the peak memory that `decode_loss` with these arguments and its backward would add.
 
     Counts the gradients of the parameters, not the parameters. Only shapes and dtypes matter, so
@@ -92,122 +77,102 @@ def decode_memory(given: dict[str, Any]) -> int:
     Example:
         >>> peak = accumext.decode_memory(embedding, cell, head, (200, 16), feedback="greedy")
     """
-    bools(OP, batch_first=given["batch_first"], return_outputs=given["return_outputs"])
-    shape, device = given["targets"], head_weights(OP, given["head"])[0].device
+    bools(OP, batch_first=args["batch_first"], return_outputs=args["return_outputs"])
+    shape, device = args["targets"], head_weights(OP, args["head"])[0].device
 
     def on_device(tensor: Tensor) -> Tensor:
         if tensor.device == device:
             return tensor
         return torch.zeros_like(tensor, device=device).requires_grad_(tensor.requires_grad)
 
-    given |= {
-        name: map_tensors(on_device, value)
-        for name, value in given.items()
-        if name not in ("embedding", "cell", "head")
-    }
+    modules = {name: args[name] for name in ("embedding", "cell", "head")}
+    args = {name: map_tensors(on_device, value) for name, value in args.items()} | modules
     if isinstance(shape, (tuple, list)):
-        given["targets"] = torch.zeros(*shape, dtype=torch.int64, device=device)
-    if given["batch_first"]:
-        given = steps_first(given)
-    if given["truncation"] == "random":  # the same memory, and nothing is drawn
-        given |= {"truncation": "fixed", "k2": None}
+        args["targets"] = torch.zeros(*shape, dtype=torch.int64, device=device)
+    if args["batch_first"]:
+        args = steps_first(args)
+    if args["truncation"] == "random":  # the same memory, and nothing is drawn
+        args |= {"truncation": "fixed", "k2": None}
     copied = 0
-    if given["embedding"] is None:
-        table, rows = rows_of(given)
-        copied = 0 if base_of(table.weight) is base_of(given["inputs"]) else table.weight.nbytes
-        given |= {"embedding": table, "inputs": rows}
-    call = call_from(given, has_data=False)
-    model = call.model
-    for name, module in (("embedding", model.table.module), ("head", model.called_head)):
+    if args["embedding"] is None:
+        table, rows = rows_of(args)
+        copied = 0 if base_of(table.weight) is base_of(args["inputs"]) else table.weight.nbytes
+        args |= {"embedding": table, "inputs": rows}
+    call = call_from(args, has_data=False)
+    for name, module in (("embedding", call.model.table.module), ("head", call.model.called_head)):
         if module is not None:
             contract = "be computed from its weight, for the memory of a call of it is not known"
             fail_type(OP, name, contract, formula_weights(module) or type_name(module))
     return copied + predicted_peak(call)
 
 
-class CellMemory(NamedTuple):
-    """Bytes that the cell and the embedding take."""
-
-    states: int  # from the forward pass until the end
-    kept: int  # of the graph, at the end of the forward pass
-    backward: int  # in the backward pass, in addition to the states and the head's gradients
-
-
 def predicted_peak(call: Call) -> int:
     """Return the peak bytes of a call and its backward pass, with gradients of the parameters.
 
-    Memory can be highest at three moments: at the end of the head's pass, with the workspace; in
-    the pass through the cell; and at the end, with the embedding's gradient. Main gradients that
-    take the place of the parameters' gradients are counted as such.
+    It is reached at the end of the head's pass, with the workspace; in the pass back through the
+    cell; or after it, with the embedding's gradient. Main gradients that take the place of the
+    parameters' gradients are counted as such.
     """
-    model, tokens, plan = call.model, call.tokens, call.plan
-    weight, product = model.head_weight, model.dtypes.product
+    model, tokens, plan, rnn = call.model, call.tokens, call.plan, call.model.rnn
+    weight, product, soft = model.head_weight, model.dtypes.product, call.objective.soft
     size, count = model.dtypes.accumulation.itemsize, tokens.steps * tokens.batch
     vocabulary, hidden = weight.shape
+    states, kept, backward = _callable_cell(call) if rnn is None else _torch_cell(call, rnn)
+
+    # Of the whole call: tokens, inputs, targets, losses and masks, and the head's gradients.
     bias = model.head_bias is not None and model.head_bias.requires_grad
     head = vocabulary * size * (hidden * weight.requires_grad + bias) + count * hidden * size
-    cell = _memory_of_callable(call) if model.rnn is None else _memory_of_rnn(call, model.rnn)
-
-    casts = vocabulary * hidden * product.itemsize * (product != weight.dtype)
-    workspace = vocabulary * plan.rows * model.dtypes.exps.itemsize
-    # Soft targets of all words add a teacher's logits, or its probabilities, to the logits.
-    soft = call.objective.soft
+    always = count * (5 * 8 + size + 2) + head + states
+    # Of the forward pass: the workspace, logits, and what goes through the head. Soft targets of
+    # all words add a teacher's logits, or its probabilities, to the logits.
     logits = 1 if soft is None or soft.indices is not None else 2
     passing = logits * vocabulary * plan.logit_rows * size + 3 * plan.rows * hidden * size
     # The cell's outputs, and the weight's rows of the targets, in the dtype of products as well.
     passing += 2 * plan.rows * hidden * product.itemsize * (product.itemsize < size)
-    if model.rnn is not None and not tokens.free_running:
-        passing += count * (8 + size)  # indices; losses
-        passing = max(passing, _input_products(call, model.rnn, size))
-    returned = count * hidden * size * call.return_outputs
-    forward = casts + workspace + passing + cell.kept
-    forward += returned * (model.rnn is None)  # for torch's modules they are copied afterwards
-    token_buffers = count * (5 * 8 + size + 2)  # tokens, inputs, targets; losses; masks
-    return token_buffers + head + cell.states + max(forward, returned + cell.backward)
+    if rnn is not None and not tokens.free_running:
+        passing = max(passing + count * (8 + size), _known_inputs(call, rnn))  # indices; losses
+    forward = vocabulary * plan.rows * model.dtypes.exps.itemsize + passing + kept
+    forward += vocabulary * hidden * product.itemsize * (product != weight.dtype)
+    returned = count * hidden * size * call.return_outputs  # of torch's modules, after the pass
+    return always + max(forward + returned * (rnn is None), returned + backward)
 
 
-def _memory_of_rnn(call: Call, rnn: RnnWeights) -> CellMemory:
-    """Return the memory of torch's modules. That of the backward pass is the larger of its largest
-    piece of steps and of the gradients in half precision at its end."""
+def _torch_cell(call: Call, rnn: RnnWeights) -> tuple[int, int, int]:
+    """Return what `_callable_cell` returns, of torch's modules. That of the backward pass is the
+    larger of its largest piece of steps and of the gradients in half precision at its end."""
     model, tokens, size = call.model, call.tokens, call.model.dtypes.accumulation.itemsize
-    width = model.table.weight.shape[1]
-    state = rnn.state_parts * rnn.layers * tokens.batch * rnn.units * size
-    states = state * (tokens.steps + 3)  # T + 1, the given one and the one returned
-    between = (rnn.layers - 1) * rnn.units * (rnn.dropout > 0)
-    around = width * (model.embedding_dropout > 0)
-    around += rnn.units * (model.output_dropout > 0)
-    masks = tokens.steps * tokens.batch * (between + around)
-    spans = call.truncation.spans(tokens.steps)
-    steps = min(max(end - begin for begin, _, end in spans), call.plan.backward_steps)
-    kept = call.plan.pre_activation_bytes
-    units = (GRADIENT_UNITS if kept else BACKWARD_UNITS)[rnn.kind]
-    operands = model.dtypes.cell  # of the products
-    rounded = 0  # elements per row of half-precision operands of the weights' gradients
-    if operands.itemsize < size:
-        rounded = (rnn.gates * rnn.units + max(rnn.units, width)) * operands.itemsize // size
-    row = max(units * rnn.units, GRADIENT_UNITS[rnn.kind] * rnn.units + rounded) + width
-    if model.embedding_dropout > 0:  # the gradient of the cell's input, the mask, their product
-        row = max(row, rnn.gates * rnn.units + 3 * width)
-    if rnn.layers > 1:  # the gradient of the inputs of the layer above
-        if rnn.layers > 2:  # and, for a layer between two others, of its own inputs
-            row = max(row, (units + 1) * rnn.units)
-        row += rnn.units
-    elif len(spans) > 1:  # overlapping windows copy d_out
-        row += rnn.units
-    row += rnn.units * (model.output_dropout > 0)
+    width, units, operands = model.table.weight.shape[1], rnn.units, model.dtypes.cell
+    state = rnn.state_parts * rnn.layers * tokens.batch * units * size
+    masked = (rnn.layers - 1) * units * (rnn.dropout > 0)
+    masked += width * (model.embedding_dropout > 0) + units * (model.output_dropout > 0)
     given = [w for w in rnn.weights if w is not None]
-    gradients = sum(w.numel() for w in given) * size
-    cast = [w for w in given if w.dim() == 2 and w.dtype != operands]
-    casts = sum(w.numel() for w in cast) * operands.itemsize
-    transposed = sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
-    transposed *= model.device.type not in HANDED_OUT  # kernels of a CPU need no transposed copy
+    casts = sum(w.numel() for w in given if w.dim() == 2 and w.dtype != operands)
+    pre_activations = call.plan.pre_activation_bytes
+    states = state * (tokens.steps + 3)  # T + 1, the given one and the one returned
+    states += tokens.steps * tokens.batch * masked + pre_activations + casts * operands.itemsize
+
+    gradients, spans = GRADIENT_UNITS[rnn.kind] * units, call.truncation.spans(tokens.steps)
+    formed = gradients if pre_activations else BACKWARD_UNITS[rnn.kind] * units
+    if operands.itemsize < size:  # half-precision operands of the weights' gradients
+        rounded = rnn.gates * units + max(units, width)
+        gradients += rounded * operands.itemsize // size
+    row = max(formed, gradients) + width
+    if model.embedding_dropout > 0:  # the gradient of the cell's input, the mask, their product
+        row = max(row, rnn.gates * units + 3 * width)
+    if rnn.layers > 2:  # the gradient of the inputs of a layer between two others
+        row = max(row, formed + units)
+    # The gradient of the inputs of the layer above; of the outputs, after dropout; and a copy of
+    # that, if windows overlap.
+    row += units * ((rnn.layers > 1 or len(spans) > 1) + (model.output_dropout > 0))
+    steps = min(max(end - begin for begin, _, end in spans), call.plan.backward_steps)
     # Two gradients of the state: that of a window, and the sum over windows.
-    left = gradients + transposed + 2 * state
+    left = sum(w.numel() for w in given) * size + 2 * state
+    if model.device.type not in PRE_ACTIVATION_DEVICES:  # weight_hh, transposed
+        left += sum(w.numel() for w in rnn.weights[1::4] if w is not None) * operands.itemsize
     trained, rounded_size = _table_size(model), model.head_weight.element_size()
     final = model.head_weight.numel() * model.head_weight.requires_grad + trained
     final = (final * rounded_size + sum(w.nbytes for w in given)) * (rounded_size < size)
-    backward = trained * size + left + max(steps * tokens.batch * row * size, final)
-    return CellMemory(states + masks + kept + casts, 0, backward)
+    return states, 0, trained * size + left + max(steps * tokens.batch * row * size, final)
 
 
 def _table_size(model: Model) -> int:
@@ -215,15 +180,16 @@ def _table_size(model: Model) -> int:
     return model.table.weight.numel() * (model.table.weight.requires_grad and not model.tied)
 
 
-def _input_products(call: Call, rnn: RnnWeights, size: int) -> int:
+def _known_inputs(call: Call, rnn: RnnWeights) -> int:
     """Return the peak bytes of the forward pass through the layers if the inputs are known."""
-    model, tokens = call.model, call.tokens
-    rows = INPUT_ROWS.get(model.device.type, INPUT_ROWS["cpu"])
+    model, tokens, device = call.model, call.tokens, call.model.device.type
+    rows = INPUT_ROWS.get(device, INPUT_ROWS["cpu"])
     steps = min(tokens.steps, max(1, rows // max(1, tokens.batch)))
     inputs = (model.table.weight.shape[1] + rnn.units) * model.dtypes.cell.itemsize
     products = rnn.gates
-    if rnn.gates > 1 and model.device.type in HANDED_OUT:
+    if rnn.gates > 1 and device in PRE_ACTIVATION_DEVICES:
         products = 0 if call.plan.pre_activation_bytes else PRE_ACTIVATIONS
+    size = model.dtypes.accumulation.itemsize
     return steps * tokens.batch * (inputs + products * rnn.units * size)
 
 
@@ -236,11 +202,15 @@ class SegmentMemory(NamedTuple):
     graph: int  # of one step
 
 
-def _memory_of_callable(call: Call) -> CellMemory:
-    """Return the memory of a callable cell: the states between segments, and the backward pass of
-    the largest segment or the concatenation of all embedding rows, whichever is more."""
+def _callable_cell(call: Call) -> tuple[int, int, int]:
+    """Return the bytes that the cell and the embedding take: until the end; of the graph that the
+    forward pass keeps; and in the backward pass, beside the first and the head's gradients.
+
+    Kept until the end are outputs and the states between segments. The backward pass begins and
+    ends with a segment; then the rows of all lookups are joined.
+    """
     model, tokens, longest = call.model, call.tokens, longest_segment(call)
-    table, size = model.table.weight, model.dtypes.accumulation.itemsize
+    table, weight = model.table.weight, model.head_weight
     first, last = segment_memory(call, longest)
     # The call measures the graph of its first step without the embeddings that the step reads.
     read = tokens.batch * table.shape[1] * table.element_size()
@@ -248,22 +218,19 @@ def _memory_of_callable(call: Call) -> CellMemory:
     steps = kept_steps(call, first.graph - read, growth)
     # The average over the steps whose graph is kept.
     graph = last.graph - (last.graph - first.graph) * steps // max(1, 2 * tokens.steps)
-
-    hidden = tokens.steps * tokens.batch * model.head_weight.shape[1]
-    outputs = hidden * model.head_weight.element_size()
+    kept, hidden = graph * steps, tokens.steps * tokens.batch * weight.shape[1]
     between = (first.state + last.state) // 2 * ((tokens.steps - 1) // longest)
     spans = call.truncation.spans(tokens.steps)
     lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
     looked_up = table.shape[1] * table.element_size() * table.requires_grad  # bytes per lookup
-    # The backward pass begins and ends with a segment; then the rows of all lookups are joined.
-    others = (lookups - longest * tokens.batch) * looked_up
     # The last segment is part of the kept graph, unless only the first step's is kept.
-    kept = graph * steps
     begin = between + last.alone + max(0, kept - graph * longest if steps > 1 else kept)
-    end = others + last.alone + graph * (steps > 0)
-    joined = last.gradients + _table_size(model) * size + 2 * lookups * looked_up - hidden * size
-    states = outputs + between
-    return CellMemory(states, kept, max(begin, end, joined) - states)
+    end = (lookups - longest * tokens.batch) * looked_up + last.alone + graph * (steps > 0)
+    sums = _table_size(model) - hidden
+    joined = last.gradients + 2 * lookups * looked_up
+    joined += sums * model.dtypes.accumulation.itemsize
+    states = hidden * weight.element_size() + between
+    return states, kept, max(begin, end, joined) - states
 
 
 def longest_segment(call: Call) -> int:
@@ -299,11 +266,11 @@ def segment_memory(call: Call, longest: int) -> tuple[SegmentMemory, SegmentMemo
     try:
         with fake_tensors() as fake, torch.enable_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the call itself will warn
-            state = _grown(call, fake, call.tokens.steps - longest)
-            late = call._replace(tokens=replace(call.tokens, state=state))
+            given, steps = call.tokens.state, call.tokens.steps
+            state = _grown(call, fake, steps - longest)
             # At least two steps, for the second step's gradients are added to the first step's.
-            last = _measured(late, fake, max(longest, min(2, call.tokens.steps)))
-            return last if state is call.tokens.state else _measured(call, fake, 1), last
+            last = _measured(call, state, fake, max(longest, min(2, steps)))
+            return last if state is given else _measured(call, given, fake, 1), last
     except Exception:  # a cell that asks for values of tensors may raise anything
         return (_like_gru(call, longest),) * 2
     finally:
@@ -323,9 +290,9 @@ def _like_gru(call: Call, longest: int) -> SegmentMemory:
     return SegmentMemory(longest * graph + weights, weights, batch * hidden * size, graph)
 
 
-def _measured(call: Call, fake: Any, steps: int) -> SegmentMemory:
-    """Measure the memory of a segment of so many steps from the call's state."""
-    state = map_tensors(partial(_copy, requires_grad=True), call.tokens.state)
+def _measured(call: Call, state: State, fake: Any, steps: int) -> SegmentMemory:
+    """Measure the memory of a segment of so many steps from a state."""
+    state = map_tensors(partial(_copy, requires_grad=True), state)
     run = _without_data(call, steps)
     d_hidden = run.anchor.new_empty(steps, call.tokens.batch, call.model.head_weight.shape[1])
 

@@ -14,7 +14,7 @@ from accumext.decoder._module_calls import changes_when_read, formula_weights
 from accumext.decoder._precision import Dtypes, dtypes_of
 from accumext.decoder._rnn_weights import RnnWeights, rnn_weights_of
 from accumext.distributed import is_shard
-from accumext.recurrence import Cell, cell_of, parameter_tensors, parts_of
+from accumext.recurrence import Cell, cell_of, context_of, parameter_tensors, parts_of
 from accumext.recurrence.peft import base_layer
 from accumext.tensors.checks import (
     FLOAT_DTYPES,
@@ -57,16 +57,16 @@ class Model:
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters that a call reads; for a callable those of its module, if any."""
-        found = [self.table.weight, self.head_weight, *parameter_tensors(self.cell)]
-        found += [*parameters_of(self.table.module), *parameters_of(self.called_head)]
-        return found if self.head_bias is None else [*found, self.head_bias]
+        weights = [self.table.weight, self.head_weight, *parameter_tensors(self.cell)]
+        weights += [*parameters_of(self.table.module), *parameters_of(self.called_head)]
+        return weights if self.head_bias is None else [*weights, self.head_bias]
 
 
-def model_from(op: str, given: Arguments, has_data: bool = True) -> Model:
+def model_from(op: str, args: Arguments, has_data: bool = True) -> Model:
     """Check the modules, the context and the dropout of a call, and return them."""
-    cell, feedback, context = given["cell"], given["feedback"], given["context"]
-    table = embedding_table(op, given["embedding"])
-    weight, bias, called_head = head_weights(op, given["head"])
+    cell, feedback, context = args["cell"], args["feedback"], args["context"]
+    table = embedding_table(op, args["embedding"])
+    weight, bias, called_head = head_weights(op, args["head"])
     device = weight.device
     if has_data:
         _check_computable(op, {table.argument: table.weight, "head": weight})
@@ -81,9 +81,9 @@ def model_from(op: str, given: Arguments, has_data: bool = True) -> Model:
         if parameter.device != device:
             same_device(op, "cell", of_cell, device)
     dropouts: tuple[float, ...] = (0.0, 0.0)
-    if given["embedding_dropout"] != 0 or given["output_dropout"] != 0:
-        dropouts = _dropout(op, given)
-    read = cell_of(op, cell, given["batch_dim"])
+    if args["embedding_dropout"] != 0 or args["output_dropout"] != 0:
+        dropouts = _dropout(op, args)
+    read = cell_of(op, cell, args["batch_dim"])
     rows, words = table.weight.shape[0], weight.shape[0]
     feeds_back = not isinstance(feedback, str) or feedback != "teacher"
     if rows < words and feeds_back:
@@ -127,33 +127,23 @@ def _check_fit(
         fail_value(op, "head", contract, list(head.shape))
 
 
-def _dropout(op: str, given: Arguments) -> tuple[float, ...]:
+def _dropout(op: str, args: Arguments) -> tuple[float, ...]:
     """Return the rates of the embedding's and the output's dropout: 0 in the cell's eval mode."""
-    cell = given["cell"]
+    cell, names = args["cell"], ("embedding_dropout", "output_dropout")
     module = cell if isinstance(cell, nn.Module) else getattr(cell, "__self__", None)
+    rates = [number(op, name, args[name], 0, 1) for name in names]
     trains = not isinstance(module, nn.Module) or module.training
-    rates = []
-    for name in ("embedding_dropout", "output_dropout"):
-        rate = number(op, name, given[name], 0) if given[name] != 0 else 0.0
-        if rate > 1:
-            fail_value(op, name, "be at most 1", given[name])
-        rates.append(rate if trains else 0.0)
-    return tuple(rates)
+    return tuple(rates) if trains else (0.0, 0.0)
 
 
 def _context(op: str, value: Any, cell: Cell, device: torch.device) -> tuple[Tensor, ...]:
-    if isinstance(value, Tensor) or not isinstance(value, (tuple, list)):
-        fail_type(op, "context", "be a tuple of tensors", type_name(value))
-    for index, tensor in enumerate(value):
-        if not isinstance(tensor, Tensor):
-            fail_type(op, f"context[{index}]", "be a tensor", type_name(tensor))
-    if value and cell.state_shapes is not None:
+    context = context_of(op, value)
+    if context and cell.state_shapes is not None:
         advice = "Wrap the cell: lambda x, state, memory: ..."
-        got = f"{len(value)} tensors"
+        got = f"{len(context)} tensors"
         fail_value(op, "context", "be empty for one of torch's cells", got, advice)
-    if value:
-        same_device(op, "context", list(value), device)
-    return tuple(value)
+    same_device(op, "context", context, device)
+    return context
 
 
 def _check_casts(op: str, embedding: Tensor, of_cell: list[Any]) -> None:
@@ -173,7 +163,7 @@ def _check_computable(op: str, weights: Mapping[str, Tensor]) -> None:
             advice = "accumext.decode_memory takes such tensors, for the memory of a call"
             fail_type(op, name, "hold numbers", got, advice)
         if weight.is_inference() and not torch.is_inference_mode_enabled():
-            contract = "not be made in torch.inference_mode where it is to be used outside"
+            contract = "not be made in torch.inference_mode if it is to be used outside"
             advice = "Make the module outside, or copy.deepcopy(module) there"
             if name == "inputs":
                 advice = "Pass inputs.clone()"
@@ -193,7 +183,7 @@ def embedding_table(op: str, embedding: Any) -> EmbeddingTable:
         if embedding.scale_grad_by_freq:
             fail_value(op, "embedding", "not scale gradients by frequency", "scale_grad_by_freq")
         if limit is not None and sharded_state(embedding) is not None:
-            contract = "have no max_norm where it is sharded, for what lookups write would be lost"
+            contract = "have no max_norm if it is sharded, for what lookups write would be lost"
             fail_value(op, "embedding", contract, limit)
         token = 0 if padding is None else padding
         options = (token, padding, limit, embedding.norm_type, embedding.sparse)
@@ -254,7 +244,7 @@ def _fail_module(op: str, name: str, contract: str, given: Any) -> NoReturn:
 
 def _instead(op: str, name: str, given: Any) -> str | None:
     """Return advice on what to pass instead of an argument that is no embedding or head."""
-    whole = parts_of(given)
+    parts = parts_of(given)
     if name == "head" and isinstance(given, (nn.Embedding, Tensor)):
         word = "embedding.weight" if isinstance(given, nn.Embedding) else "weight"
         return f"Pass ({word}, None)"
@@ -276,11 +266,11 @@ def _instead(op: str, name: str, given: Any) -> str | None:
             return f"Pass head[-1], and {before}; or use tbptt"
         if name == "head" and isinstance(given[-1], (nn.LogSoftmax, nn.Softmax)):
             return "The loss is that of logits: leave the softmax out"
-    if whole is None and name == "head" and isinstance(given, nn.Module):
+    if parts is None and name == "head" and isinstance(given, nn.Module):
         return "Pass its last nn.Linear, and let the cell do what comes before; or use tbptt"
-    if whole is None and not isinstance(given, nn.Module) and callable(given):
+    if parts is None and not isinstance(given, nn.Module) and callable(given):
         return "Pass the module itself; what else is computed belongs into the cell, or use tbptt"
-    return whole
+    return parts
 
 
 def head_weights(op: str, head: Any) -> tuple[Tensor, Tensor | None, nn.Module | None]:

@@ -87,43 +87,44 @@ class Objective:
         )
 
 
-def objective_from(tokens: Tokens, head_weight: Tensor, given: Arguments) -> Objective:
+def objective_from(tokens: Tokens, head_weight: Tensor, args: Arguments) -> Objective:
     """Check the arguments of the loss and its reduction, and return them."""
-    reduction, num_items, class_weight = given["reduction"], None, None
-    if given["num_items"] is not None:
-        num_items = _num_items(given["num_items"], reduction)
+    reduction, num_items, class_weight = args["reduction"], None, None
+    if args["num_items"] is not None:
+        num_items = _num_items(args["num_items"], reduction)
     if reduction.__class__ is not str or reduction not in TOKEN_REDUCTIONS:
         one_of(OP, "reduction", reduction, TOKEN_REDUCTIONS)
-    smoothing, z_loss = given["label_smoothing"], given["z_loss"]
+    smoothing, z_loss = args["label_smoothing"], args["z_loss"]
     if smoothing.__class__ is not float or smoothing != 0:
-        smoothing = number(OP, "label_smoothing", smoothing, 0)
-        if smoothing > 1:
-            fail_value(OP, "label_smoothing", "be at most 1", given["label_smoothing"])
+        smoothing = number(OP, "label_smoothing", smoothing, 0, 1)
     if z_loss.__class__ is not float or z_loss != 0:
         z_loss = number(OP, "z_loss", z_loss, 0)
-    if given["class_weight"] is not None:
-        class_weight = _class_weight(given["class_weight"], head_weight)
+    if args["class_weight"] is not None:
+        class_weight = _class_weight(args["class_weight"], head_weight)
     token_weight, counted, targets = None, tokens.counted, tokens.targets
-    if given["token_weight"] is not None:
-        token_weight = _token_weight(given["token_weight"], counted.shape, head_weight)
+    if args["token_weight"] is not None:
+        token_weight = _token_weight(args["token_weight"], counted.shape, head_weight)
     inverse = None
     if tokens.eos is None and not (targets is None and class_weight is not None):
         dtype = torch.promote_types(head_weight.dtype, torch.float32)
         inverse = inverse_divisor(reduction, num_items, class_weight, counted, targets, dtype)
-    entropy_weight = given["entropy_weight"]
+    entropy_weight = args["entropy_weight"]
     if entropy_weight.__class__ is not float or entropy_weight != 0:
         entropy_weight = number(OP, "entropy_weight", entropy_weight)
-    soft, soft_weight, soft_temperature = None, given["soft_weight"], given["soft_temperature"]
-    if given["soft_targets"] is not None:
-        soft = _soft_targets(given["soft_targets"], counted, head_weight)
-        soft_weight, soft_temperature = _soft_options(soft_weight, soft_temperature)
+    soft, soft_weight, soft_temperature = None, args["soft_weight"], args["soft_temperature"]
+    if args["soft_targets"] is not None:
+        soft = _soft_targets(args["soft_targets"], counted, head_weight)
+        soft_weight = number(OP, "soft_weight", soft_weight, 0, 1)
+        if not 0 < number(OP, "soft_temperature", soft_temperature) < math.inf:
+            contract = "be greater than 0 and finite"
+            fail_value(OP, "soft_temperature", contract, soft_temperature)
     elif soft_weight != 1 or soft_temperature != 1:
         others = "soft_targets are given"
         without_effect(OP, "soft_weight", soft_weight, (1.0,), others)
         without_effect(OP, "soft_temperature", soft_temperature, (1.0,), others)
     return Objective(
         smoothing, z_loss, class_weight, reduction, num_items, token_weight, inverse, soft,
-        0.0 if soft is None else soft_weight, soft_temperature, entropy_weight,
+        0.0 if soft is None else soft_weight, float(soft_temperature), entropy_weight,
         soft is not None or entropy_weight != 0,
     )  # fmt: skip
 
@@ -144,16 +145,6 @@ def inverse_divisor(
     return torch.where(divisor == 0, 0, divisor.reciprocal())
 
 
-def _soft_options(weight: Any, temperature: Any) -> tuple[float, float]:
-    """Check the arguments `soft_weight` and `soft_temperature`, and return them."""
-    share = number(OP, "soft_weight", weight, 0)
-    if share > 1:
-        fail_value(OP, "soft_weight", "be at most 1", weight)
-    if not 0 < (scale := number(OP, "soft_temperature", temperature)) < math.inf:
-        fail_value(OP, "soft_temperature", "be greater than 0 and finite", temperature)
-    return share, scale
-
-
 def _soft_targets(given: Any, counted: Tensor, head_weight: Tensor) -> SoftTargets:
     """Check the argument `soft_targets`, and return it. Rows of tokens that are not counted become
     zeros on a GPU; on a CPU, where they are never read, they stay."""
@@ -166,7 +157,7 @@ def _soft_targets(given: Any, counted: Tensor, head_weight: Tensor) -> SoftTarge
         size = probabilities.shape[1]
         if indices is None:
             if size != words:
-                contract = f"have all {words} words where no indices are given"
+                contract = f"have all {words} words if no indices are given"
                 fail_value(OP, "soft_targets[0]", contract, f"{size} of them")
         else:
             indices = _per_token(1, indices, (torch.int64,), counted, head_weight, torch.int64)

@@ -13,40 +13,39 @@ from torch import Tensor, nn
 
 from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._model import OP, Arguments
-from accumext.recurrence import within_length_of
+from accumext.recurrence import feedback_word, within_length_of
 from accumext.tensors.checks import FLOAT_DTYPES, dtype_name, fail_type, fail_value, type_name
 
 
-def rows_of(given: Arguments) -> tuple[EmbeddingTable, Tensor]:
+def rows_of(args: Arguments) -> tuple[EmbeddingTable, Tensor]:
     """Return the observations as a table [T B, E], and the row, int64 [T, B], that each step reads.
 
     A row of the batch that has ended reads the first observation, which may itself be padding. So
     all padding is set to 0 in a copy of the table: a NaN there would reach a product.
     """
-    inputs, targets = given["inputs"], given["targets"]
-    feedback, start = given["feedback"], given["start"]
+    inputs, targets = args["inputs"], args["targets"]
+    feedback, start = args["feedback"], args["start"]
     contract = "be an nn.Embedding or a floating-point tensor [V, E]"
     if inputs is None:
         advice = "None is for observations: pass them as floating-point inputs [T, B, E]"
         fail_type(OP, "embedding", contract, "NoneType", advice)
     if not isinstance(inputs, Tensor) or inputs.dtype not in FLOAT_DTYPES:
-        contract = "be a floating-point tensor [T, B, E] where embedding is None"
+        contract = "be a floating-point tensor [T, B, E] if embedding is None"
         fail_type(OP, "inputs", contract, type_name(inputs))
-    observed = "where inputs are observations"
-    if not isinstance(feedback, str) or feedback != "teacher":
-        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
-        fail_value(OP, "feedback", f"be 'teacher' {observed}, which are all that is fed", got)
+    observed = "if inputs are observations"
+    contract = f"be 'teacher' {observed}, which are all that is fed"
+    feedback_word(OP, feedback, ("teacher",), contract, None)
     if isinstance(start, Tensor) or start != 0:
         got = type_name(start) if isinstance(start, Tensor) else start
         fail_value(OP, "start", f"be left at 0 {observed}", got, "The first one is inputs[0]")
     if targets is None:
         fail_type(OP, "targets", f"be an integer tensor [T, B] {observed}", "NoneType")
     _check_shape(inputs, targets)
-    observations = _as_read_by(given["cell"], inputs)
+    observations = _as_read_by(args["cell"], inputs)
     steps, batch = observations.shape[:2]
-    if given["lengths"] is not None:
+    if args["lengths"] is not None:
         whose, device = "the device of inputs", inputs.device
-        within = within_length_of(OP, given["lengths"], (steps, batch), device, whose)
+        within = within_length_of(OP, args["lengths"], (steps, batch), device, whose)
         observations = torch.where(within[:, :, None], observations, 0)
     rows = torch.arange(steps * batch, device=inputs.device).view(steps, batch)
     return EmbeddingTable(observations.flatten(0, 1), argument="inputs"), rows

@@ -183,8 +183,7 @@ def add_matmul_reference(sums: Tensor, left: Tensor, right: Tensor, overwrite: b
 # operand is of half precision, the right one is rounded to its dtype; to float16 on a GPU after a
 # division by its largest magnitude, since the range of float16 is small.
 add_matmul = define_operator(
-    add_matmul_reference,
-    "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()",
+    add_matmul_reference, "(Tensor(a!) sums, Tensor left, Tensor right, bool overwrite) -> ()"
 )
 
 
@@ -215,10 +214,7 @@ def large_pages_reference(memory: Tensor) -> None:
 
 # Asks for large pages for a tensor of many megabytes before it is first written. With ordinary
 # pages, page faults would take longer than the matrix product that writes the tensor.
-large_pages = define_operator(
-    large_pages_reference,
-    "(Tensor memory) -> ()",
-)
+large_pages = define_operator(large_pages_reference, "(Tensor memory) -> ()")
 
 
 def decode_steps_reference(
@@ -349,6 +345,19 @@ def add_pre_activations(from_x: Tensor, from_h: Tensor, pre: Tensor) -> None:
 def none_active(active: Tensor) -> bool:
     """Tell whether no row [B] is active. False on a GPU, for which the host would have to wait."""
     return active.device.type == "cpu" and not bool(active.any())
+
+
+def of_chosen_rows(
+    function: Callable[..., tuple[Any, ...]], chosen: Tensor, *columns: Tensor | None
+) -> tuple[Any, ...]:
+    """Return the results [M, ...] of a function of rows, computed on a CPU for the chosen rows [M]
+    alone; others are 0. On a GPU the host would have to wait for their number: all are computed."""
+    if chosen.device.type != "cpu" or bool(chosen.all()):
+        return function(*columns)
+    rows = chosen.nonzero().squeeze(1)
+    parts = function(*(None if column is None else column[rows] for column in columns))
+    zeros = (part.new_zeros(len(chosen), *part.shape[1:]) for part in parts)
+    return tuple(zero.index_copy_(0, rows, part) for zero, part in zip(zeros, parts, strict=True))
 
 
 def rnn_advance(

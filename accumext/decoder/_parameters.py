@@ -30,8 +30,7 @@ def with_parameters_of(
     function: Callable[Concatenate[Any, Any, Any, Any, P], Any],
 ) -> Callable[[Callable[[dict[str, Any]], int]], DecodeMemory[P]]:
     """Give the decorated function the parameters of `function`. It gets them in one dict."""
-    signature = inspect.signature(function)
-    parameters = dict(signature.parameters)
+    parameters = dict(inspect.signature(function).parameters)
     targets = "Tensor | tuple[int, int] | None"
     parameters["targets"] = parameters["targets"].replace(annotation=targets)
     signature = inspect.Signature([*parameters.values()], return_annotation="int")

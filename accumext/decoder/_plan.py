@@ -35,7 +35,7 @@ SEGMENT = 16
 KEPT_GRAPH = 2**24
 
 PRE_ACTIVATIONS = 4  # per unit of a GRU or LSTM
-HANDED_OUT = ("cpu", "meta")  # devices whose operators write them; meta predicts for a CPU
+PRE_ACTIVATION_DEVICES = ("cpu", "meta")  # whose operators write them; meta predicts for a CPU
 
 # Rows of pre-activations that the backward pass of torch's modules forms at once: on a GPU enough
 # for products to use all of it, in few launches.
@@ -82,7 +82,7 @@ def plan_from(
     most = batch if free_running and gradients_in_forward else steps * batch
     wanted = HeadRows(wanted.workspace, min(most, wanted.logits))
     kept, budget = 0, memory_budget
-    if rnn is not None and rnn.gates > 1 and device in HANDED_OUT:
+    if rnn is not None and rnn.gates > 1 and device in PRE_ACTIVATION_DEVICES:
         units = rnn.layers * PRE_ACTIVATIONS * rnn.units
         kept = steps * batch * units * dtypes.accumulation.itemsize
     if budget is not None:
@@ -92,7 +92,8 @@ def plan_from(
     workspace = plan.rows * exps_bytes + plan.logit_rows * logit_bytes
     if budget is None and kept > max(KEPT_GRAPH, workspace):
         kept = 0
-    bounded, pieces = memory_budget is not None, backward_steps(device, batch)
+    bounded = memory_budget is not None
+    pieces = -(-CELL_ROWS.get(device, CELL_ROWS["cpu"]) // max(1, batch))
     if kept > 0:  # pre-activations are not formed: twice as many steps take the same memory
         pieces *= 2
     return Plan(plan.rows, plan.logit_rows, bounded, pieces, gradients_in_forward, kept)
@@ -116,11 +117,6 @@ def fill_budget(
         rows = (memory_budget - logit_rows * logit_bytes) // exps_bytes
         rows = rows - rows % max(1, batch) or rows
     return Plan(max(1, min(rows, steps * batch)), logit_rows)
-
-
-def backward_steps(device: str, batch: int) -> int:
-    """Return how many steps of torch's modules the backward pass takes at once: CELL_ROWS rows."""
-    return -(-CELL_ROWS.get(device, CELL_ROWS["cpu"]) // max(1, batch))
 
 
 def keeps_graph(steps: int, graph: int, growth: int) -> bool:

@@ -14,11 +14,7 @@ from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad, new_buffer
 from accumext.decoder._plan import PRE_ACTIVATIONS
 from accumext.decoder._rnn_forward import RnnForward, rnn_forward
-from accumext.decoder._rnn_weights import (
-    GRU,
-    RnnWeights,
-    module_state,
-)
+from accumext.decoder._rnn_weights import GRU, RnnWeights, module_state
 from accumext.decoder._saved_for_backward import SavedForBackward
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.ops.wgrad_fusion import destination
@@ -292,10 +288,10 @@ class RnnBackward:
         for weight, gradient in zip(self._rnn.weights, self._d_weights, strict=True):
             if weight is not None:
                 gradients.append(gradient.to(weight.dtype))
-        found: list[Tensor | None] = []
+        wanted: list[Tensor | None] = []
         for gradient, need in zip(gradients, needed, strict=True):
-            found.append(gradient if need else None)
-        return found
+            wanted.append(gradient if need else None)
+        return wanted
 
 
 def pre_activations(

@@ -20,12 +20,7 @@ from torch import Tensor
 from accumext.decoder import _operators
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
 from accumext.decoder._plan import PRE_ACTIVATIONS
-from accumext.decoder._rnn_weights import (
-    RnnWeights,
-    dense_rows,
-    operands,
-    states_from,
-)
+from accumext.decoder._rnn_weights import RnnWeights, dense_rows, operands, states_from
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import Resets, cuts
 from accumext.tensors import scalars
@@ -106,9 +101,9 @@ class RnnForward:
     def _feedback_spans(self) -> list[tuple[int, int, bool]]:
         """Return spans of steps, and for each whether an input depends on a prediction in it."""
         tokens, mask = self.transcript.tokens, self.transcript.source.mask
-        whole = not tokens.free_running or tokens.feedback.word in ("greedy", "sample")
+        together = not tokens.free_running or tokens.feedback.word in ("greedy", "sample")
         # The mask of a GPU is not read, for the host would have to wait for it.
-        if whole or tokens.eos is not None or mask is None or mask.device.type != "cpu":
+        if together or tokens.eos is not None or mask is None or mask.device.type != "cpu":
             return [(0, tokens.steps, tokens.free_running)]
         predicted = [not row for row in mask[1:].all(1).tolist()]
         predicted += predicted[-1:] or [False]  # the last step feeds none: it joins a span

@@ -73,13 +73,13 @@ def dense_rows(table: Tensor) -> Tensor:
 def operands(rnn: RnnWeights, dtypes: Dtypes) -> list[Tensor]:
     """Return the weights in the dtypes of products and sums, and an empty tensor for no bias."""
     kinds = (dtypes.cell, dtypes.cell, dtypes.accumulation, dtypes.accumulation)
-    found = []
+    weights = []
     for place, weight in enumerate(rnn.weights):
         if weight is None:
-            found.append(rnn.given[0].new_empty(0, dtype=dtypes.accumulation))
+            weights.append(rnn.given[0].new_empty(0, dtype=dtypes.accumulation))
         else:
-            found.append(weight.detach().to(kinds[place % 4]).contiguous())
-    return found
+            weights.append(weight.detach().to(kinds[place % 4]).contiguous())
+    return weights
 
 
 def states_from(
@@ -100,8 +100,8 @@ def module_state(
     rnn: RnnWeights, of_layers: list[Tensor], dtypes: Sequence[torch.dtype]
 ) -> list[Tensor]:
     """Return tensors [B, H], per layer h and c of an LSTM, in the layout of the module's state."""
-    found = []
+    parts = []
     for part, dtype in enumerate(dtypes):
         layers = of_layers[part :: rnn.state_parts]
-        found.append((torch.stack(layers) if rnn.stacked else layers[0]).to(dtype))
-    return found
+        parts.append((torch.stack(layers) if rnn.stacked else layers[0]).to(dtype))
+    return parts

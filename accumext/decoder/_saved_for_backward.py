@@ -1,20 +1,23 @@
 """The head's gradients between the forward and the backward pass: those of the loss with respect to
-the cell's outputs and the head's parameters, or the tensors from which they are formed later."""
+the cell's outputs and the head's parameters, or the tensors from which they are formed later. The
+nodes in the graph of a callable's call that read them."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, HeadGradients, NeedsGrad
 from accumext.decoder._model import OP, parameters_of
+from accumext.decoder._precision import no_grad_no_autocast
 from accumext.decoder._transcript import Transcript
 from accumext.ops.wgrad_fusion import destination
 from accumext.recurrence import parameter_tensors
-from accumext.tensors.checks import message
+from accumext.tensors.checks import check_first_order, message
 from accumext.tensors.torch_private import retains_graph, write_count
 
 
@@ -40,6 +43,14 @@ class SavedForBackward:
                 self._written.add(id(tensor))
         self._parameters = self._read_again()
         self._write_counts = list(map(write_count, self._parameters))
+
+    def begin_backward(self, upstream: Tensor) -> None:
+        """Check that the backward pass of a callable's call may run, and prepare the gradients of
+        the embedding and the states."""
+        check_first_order(OP)
+        self.check_unchanged()
+        self.model.table.discard_gradients()
+        self.transcript.gate.begin_backward(upstream)
 
     def check_unchanged(self) -> None:
         """Raise, as autograd would, if a parameter was written since the forward pass. Raise also
@@ -111,15 +122,90 @@ class SavedForBackward:
         """Return the parameters that the backward pass reads again, without a table that lookups
         write into."""
         model = self.model
-        found = [] if model.table.max_norm is not None else [model.table.weight]
-        found.append(model.head_weight)
+        parameters = [] if model.table.max_norm is not None else [model.table.weight]
+        parameters.append(model.head_weight)
         if model.head_bias is not None:
-            found.append(model.head_bias)
+            parameters.append(model.head_bias)
         if model.rnn is not None and model.cell.module is not None:
-            found += model.cell.module.parameters()  # frozen ones are read, too
+            parameters += model.cell.module.parameters()  # frozen ones are read, too
         else:
-            found += parameter_tensors(model.cell)
-            found += [*parameters_of(model.table.module), *parameters_of(model.called_head)]
+            parameters += parameter_tensors(model.cell)
+            parameters += [*parameters_of(model.table.module), *parameters_of(model.called_head)]
         if not self._used:
-            return found
-        return [t for t in (*found, *self._used) if id(t) not in self._written]
+            return parameters
+        return [t for t in (*parameters, *self._used) if id(t) not in self._written]
+
+
+class HeadLoss(torch.autograd.Function):
+    """The loss as a function of the head's parameters and the cell's outputs.
+
+    Its value and, as a rule, its gradients are known when it is applied. The anchor of the
+    embedding's lookups is an argument, so that its backward runs even if no lookup has a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        saved: SavedForBackward,
+        value: Tensor,  # 0-dim or [T, B]
+        weight: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor,
+        *hiddens: Tensor,  # [steps, B, H] each
+    ) -> Tensor:
+        ctx.saved = saved
+        ctx.save_for_backward(*hiddens)
+        ctx.layout = [(hidden.shape, hidden.dtype) for hidden in hiddens]
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        saved: SavedForBackward = ctx.saved
+        model = saved.model
+        saved.begin_backward(upstream)
+        needs_weight, needs_bias, needs_root = ctx.needs_input_grad[2:5]
+        needs_hidden = ctx.needs_input_grad[5:]
+        with no_grad_no_autocast(upstream.device):
+            needs = NeedsGrad(any(needs_hidden), needs_weight, needs_bias)
+            gradients, main = saved.head_gradients(
+                upstream,
+                lambda: (hidden.flatten(0, 1) for hidden in ctx.saved_tensors),
+                needs,
+                not model.tied,
+            )
+        weight = gradients.weight if needs_weight and main is None else None
+        if weight is not None and model.tied:
+            # Tied weights share one buffer: the lookups' rows are added to the head's gradient.
+            model.table.tied_gradient, weight = weight, None
+        d_hiddens: list[Tensor | None] = []
+        done = 0
+        for (shape, dtype), needed in zip(ctx.layout, needs_hidden, strict=True):
+            rows = slice(done, done + shape[0] * shape[1])
+            done = rows.stop
+            d_hiddens.append(gradients.hidden[rows].view(shape).to(dtype) if needed else None)
+        return (
+            *(None, None),
+            None if weight is None else weight.to(model.head_weight.dtype),
+            gradients.bias_like(model.head_bias) if needs_bias else None,
+            model.table.weight.new_zeros(0) if needs_root else None,
+            *d_hiddens,
+        )
+
+
+class BeginBackward(torch.autograd.Function):
+    """The identity of the loss behind a called head: its backward runs first.
+
+    The anchor of the embedding's lookups is an argument, as in `HeadLoss`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, saved: SavedForBackward, loss: Tensor, anchor: Tensor) -> Tensor:
+        ctx.saved = saved
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[None, Tensor, Tensor | None]:
+        saved: SavedForBackward = ctx.saved
+        saved.begin_backward(upstream)
+        needs_root = ctx.needs_input_grad[2]
+        return None, upstream, saved.model.table.weight.new_zeros(0) if needs_root else None

@@ -16,6 +16,9 @@ from accumext.recurrence import (
     Resets,
     State,
     check_batch_dim,
+    feedback_from,
+    feedback_word,
+    first_outside,
     resets_of,
     tensors,
     within_length_of,
@@ -48,22 +51,22 @@ class Tokens:
     resets: Resets | None
 
 
-def tokens_from(model: Model, given: Arguments) -> Tokens:
+def tokens_from(model: Model, args: Arguments) -> Tokens:
     """Check the steps, rows, targets, feedback and initial state of a call, and return them."""
     cell, table, device = model.cell, model.table, model.device
     words, rows = len(model.head_weight), len(table.weight)
-    state, lengths, eos, resets = given["state"], given["lengths"], given["eos"], given["resets"]
+    state, lengths, eos, resets = args["state"], args["lengths"], args["eos"], args["resets"]
     targets = None
-    if given["targets"] is None:
-        size = _free_steps(given)
-        batch = batch_size(cell, state, given["start"], lengths, model.context)
+    if args["targets"] is None:
+        size = _free_steps(args)
+        batch = batch_size(cell, state, args["start"], lengths, model.context)
         counted = torch.ones(size, batch, dtype=torch.bool, device=device)
     else:
-        targets, counted = _targets(given["targets"], given["ignore_index"], device)
-        if given["steps"] is not None:
-            fail_value(OP, "steps", "be None where there are targets", given["steps"])
+        targets, counted = _targets(args["targets"], args["ignore_index"], device)
+        if args["steps"] is not None:
+            fail_value(OP, "steps", "be None if there are targets", args["steps"])
         size, batch = targets.shape
-        _check_layout(cell, targets, given)
+        _check_layout(cell, targets, args)
     shape, within_length = (size, batch), None
     if lengths is not None:
         within_length = within_length_of(OP, lengths, shape, device, "the head's device")
@@ -74,7 +77,9 @@ def tokens_from(model: Model, given: Arguments) -> Tokens:
         fed = torch.full(shape, padding, device=device)
     else:
         targets = torch.where(counted, targets, 0).contiguous()
-        _check_range(targets, words)
+        if (wrong := first_outside(targets, words)) is not None:
+            advice = f"Pass ignore_index={wrong} if it marks ignored targets" if wrong < 0 else None
+            fail_value(OP, "targets", f"be in [0, {words})", wrong, advice)
         fed = targets if padding == 0 else torch.where(counted, targets, padding)
     if state is None:
         state = cell.initial_state(batch, table.weight)
@@ -84,15 +89,15 @@ def tokens_from(model: Model, given: Arguments) -> Tokens:
     if resets is not None:
         resets = resets_of(OP, resets, shape, state, device, "the head's device")
     by_rows = resets is not None or lengths is not None or eos is not None
-    by_rows = by_rows or given["truncation"] == "random"
+    by_rows = by_rows or args["truncation"] == "random"
     if cell.state_shapes is None and by_rows:
-        check_batch_dim(OP, state, batch, given["batch_dim"])
+        check_batch_dim(OP, state, batch, args["batch_dim"])
     if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
         fail_value(OP, "eos", f"be in [0, {words})", eos)
-    source = Feedback.of(
-        OP, given["feedback"], fed, start=given["start"], inputs=given["inputs"],
-        teacher_forcing=given["teacher_forcing"], temperature=given["temperature"],
-        generator=given["generator"], rows=rows, draw=given["draw"],
+    source = feedback_from(
+        OP, args["feedback"], fed, start=args["start"], inputs=args["inputs"],
+        teacher_forcing=args["teacher_forcing"], temperature=args["temperature"],
+        generator=args["generator"], rows=rows, draw=args["draw"],
     )  # fmt: skip
     if table.max_norm is not None and source.word != "teacher":
         _check_renormalised(model)
@@ -106,7 +111,7 @@ def _check_renormalised(model: Model) -> None:
     """Raise if lookups of predictions would write into the head's weight."""
     table = model.table
     if share_memory(model.head_weight, table.weight):
-        contract = "have no max_norm where the head shares its weight and predictions are fed"
+        contract = "have no max_norm if the head shares its weight and predictions are fed"
         advice = "Renormalise the weight before the call: weight.renorm_(2, 0, max_norm)"
         fail_value(OP, "embedding", contract, table.max_norm, advice)
 
@@ -124,21 +129,16 @@ def _targets(targets: Any, ignore_index: Any, device: torch.device) -> tuple[Ten
     return targets, targets != ignore_index
 
 
-def _free_steps(given: Arguments) -> int:
+def _free_steps(args: Arguments) -> int:
     """Return the number of steps of a call without targets, which predicts its own, checked."""
-    feedback, inputs, steps = given["feedback"], given["inputs"], given["steps"]
-    if not isinstance(feedback, str) or feedback not in ("sample", "greedy"):
-        contract = "be 'sample' or 'greedy' where targets are None"
-        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
-        fail_value(OP, "feedback", contract, got)
+    inputs, steps, words = args["inputs"], args["steps"], ("sample", "greedy")
+    contract = "be 'sample' or 'greedy' if targets are None"
+    feedback_word(OP, args["feedback"], words, contract, None)
     if inputs is not None:
-        fail_value(OP, "inputs", "be None where targets are None", type_name(inputs))
+        fail_value(OP, "inputs", "be None if targets are None", type_name(inputs))
     if steps is None:
-        fail_value(OP, "steps", "be given where targets are None", None)
-    size = integer(OP, "steps", steps)
-    if size < 0:
-        fail_value(OP, "steps", "be at least 0", size)
-    return size
+        fail_value(OP, "steps", "be given if targets are None", None)
+    return integer(OP, "steps", steps, 0)
 
 
 def batch_size(
@@ -154,31 +154,20 @@ def batch_size(
     return next((leaf.shape[0] for leaf in context if leaf.dim() > 0), 1)
 
 
-def _check_range(targets: Tensor, words: int) -> None:
-    """Raise on a CPU if a token is outside [0, V); on a GPU the lookups themselves assert."""
-    if targets.device.type != "cpu" or targets.numel() == 0:
-        return
-    low, high = targets.aminmax()
-    if int(low) < 0 or int(high) >= words:
-        token = int(targets[(targets < 0) | (targets >= words)][0])
-        advice = f"Pass ignore_index={token} if it marks ignored targets" if token < 0 else None
-        fail_value(OP, "targets", f"be in [0, {words})", token, advice)
-
-
-def _check_layout(cell: Cell, targets: Tensor, given: Arguments) -> None:
+def _check_layout(cell: Cell, targets: Tensor, args: Arguments) -> None:
     """Raise if B, by the state, lengths or start tokens, is the other dimension of the targets.
     Warn if the module has `batch_first`, which has no effect here, and the layout is unclear."""
     steps, batch = targets.shape
-    module, batch_first = cell.module, given["batch_first"]
+    module, batch_first = cell.module, args["batch_first"]
     unclear = not batch_first and isinstance(module, nn.RNNBase) and module.batch_first
     sizes = set()
-    for value in (given["lengths"], given["start"]):
+    for value in (args["lengths"], args["start"]):
         if isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.dim() > 0):
             sizes.add(len(value))
-    if given["state"] is not None:
+    if args["state"] is not None:
         dim = cell.batch_dim
-        known = cell.state_shapes is not None or given["batch_dim"] is not None
-        for part in tensors(given["state"]):  # a callable's may begin with layers
+        known = cell.state_shapes is not None or args["batch_dim"] is not None
+        for part in tensors(args["state"]):  # a callable's may begin with layers
             if part.dim() > max(1, dim) and (known or part.dim() == 2):
                 sizes.add(part.shape[dim])
     if sizes == {steps} and steps != batch:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from accumext.decoder._call import Call
-from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
-from accumext.recurrence import OPEN_GATE, WHOLE, State
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, RowResults
+from accumext.recurrence import NO_TRUNCATION, OPEN_GATE, State
 
 
 class Decoded(NamedTuple):
@@ -42,7 +42,7 @@ class Transcript:
         self.truncation, self.plan = truncation, plan
         self.source = tokens.feedback.drawn()
         self.gate = OPEN_GATE
-        if truncation is not WHOLE:
+        if truncation is not NO_TRUNCATION:
             generator, weight = tokens.feedback.generator, model.head_weight
             self.gate = truncation.gate(*tokens.shape, weight, generator, tokens.resets)
         shape, device, pad = tokens.shape, model.device, model.table.padding_token
@@ -86,14 +86,12 @@ class Transcript:
             hidden, index, counted = hidden[active], index[active], counted[active]
             targets = None if targets is None else targets[active]
             uniforms = None if uniforms is None else uniforms[active]
-        found = head.forward(
+        results = head.forward(
             hidden, targets, counted, index, self.upstream(index), uniforms,
             self.source.temperature,
         )  # fmt: skip
-        self.predicted.view(-1)[index] = found.tokens
-        self.losses.view(-1)[index] = found.losses
-        if self.entropies is not None and found.entropies is not None:
-            self.entropies.view(-1)[index] = found.entropies
+        self.predicted.view(-1)[index] = results.tokens
+        self._write(index, results)
         if self.active is not None:
             self.predicted[span] = self.padded(span, self.predicted[span])
 
@@ -106,12 +104,14 @@ class Transcript:
             counted = counted & self.active
         counted, upstream = counted.flatten()[rows], self.upstream(rows)
         if head.of_distributions:
-            found = head.known(hidden, targets, counted, rows, upstream)
-            self.losses.view(-1)[rows] = found.losses
-            if self.entropies is not None and found.entropies is not None:
-                self.entropies.view(-1)[rows] = found.entropies
+            self._write(rows, head.known(hidden, targets, counted, rows, upstream))
             return
         self.losses.view(-1)[rows] = head.add_rows(hidden, targets, counted, rows, upstream, stats)
+
+    def _write(self, rows: Tensor, results: RowResults) -> None:
+        self.losses.view(-1)[rows] = results.losses
+        if self.entropies is not None and results.entropies is not None:
+            self.entropies.view(-1)[rows] = results.entropies
 
     def upstream(self, rows: Tensor) -> Tensor | None:
         """Return the factor of the losses of rows [M], positions among T B. It lacks the divisor if

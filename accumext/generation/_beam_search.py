@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from accumext.decoder import of_chosen_rows
 from accumext.generation._stepper import OP, EndWatch, Generated, Stepper
 from accumext.recurrence import State, freeze, join, leaves, map_leaves, map_tensors
 
@@ -58,13 +59,7 @@ def beam_search(
 
 class _Search:
     def __init__(
-        self,
-        stepper: Stepper,
-        state: State,
-        first: Tensor,
-        steps: int,
-        beams: int,
-        penalty: float,
+        self, stepper: Stepper, state: State, first: Tensor, steps: int, beams: int, penalty: float
     ) -> None:
         batch = len(first)
         self.stepper, self.beams, self.batch, self.penalty = stepper, beams, batch, penalty
@@ -131,8 +126,8 @@ class _Search:
         silent = self.limits == 0  # a row without steps has one hypothesis, without tokens
         scores = kept.score.clone()
         scores[0] = scores[0].masked_fill(silent, 0.0)
-        found = (tokens.transpose(1, 2), log_probs.transpose(1, 2), kept.length.t())
-        return Generated(*found, self._last_state()), scores.t().to(self.stepper.layer.dtype)
+        hypotheses = (tokens.transpose(1, 2), log_probs.transpose(1, 2), kept.length.t())
+        return Generated(*hypotheses, self._last_state()), scores.t().to(self.stepper.layer.dtype)
 
     def _last_state(self) -> State:
         """Return the states of the best hypotheses, with 0-dim tensors from the last step."""
@@ -152,42 +147,29 @@ class _Search:
         if not stepper.model.context:
             return stepper.step(self.tokens.flatten(), self.state)
         # One hypothesis of every row at a time: the context has B rows, and is not copied K times.
-        found = []
+        steps = []
         for k in range(self.beams):
             at = slice(k * size, (k + 1) * size)
             state = map_tensors(partial(_rows, at=at, dim=self.batch_dim), self.state)
-            found.append(stepper.step(self.tokens[k], state))
-        hiddens, states = zip(*found, strict=True)
+            steps.append(stepper.step(self.tokens[k], state))
+        hiddens, states = zip(*steps, strict=True)
         return torch.cat(hiddens), join(OP, self._cat, list(states))
 
     def _candidates(self, hidden: Tensor) -> _Candidates:
         """Return the likeliest continuations [K n, B] of the active hypotheses, best first."""
         count = min(self.beams + 1, len(self.stepper.layer.weight))
         shape = (self.beams, self.batch, count)
-        log_prob, token = (
-            rows.view(shape).transpose(1, 2).flatten(0, 1)
-            for rows in self._likeliest(hidden, count)
-        )
+        likeliest = partial(self.stepper.layer.likeliest, count=count)
+        if hidden.device.type == "cpu":  # inactive hypotheses are skipped, and get any values
+            is_active = (self.scores != -torch.inf) & self.active
+            chosen = of_chosen_rows(likeliest, is_active.flatten(), hidden)
+        else:
+            chosen = likeliest(hidden)
+        log_prob, token = (rows.view(shape).transpose(1, 2).flatten(0, 1) for rows in chosen)
         score = (self.scores[:, None] + log_prob.view(self.beams, count, -1)).flatten(0, 1)
         order = score.sort(dim=0, descending=True, stable=True)
         at = order.indices
         return _Candidates(order.values, at // count, token.gather(0, at), log_prob.gather(0, at))
-
-    def _likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return log-probabilities [K B, count] and their tokens. Inactive hypotheses are skipped
-        on a CPU, and have any values there. On a GPU the host would have to wait for their number.
-        """
-        layer = self.stepper.layer
-        if hidden.device.type != "cpu":
-            return layer.likeliest(hidden, count)
-        is_active = (self.scores != -torch.inf) & self.active
-        if is_active.all():
-            return layer.likeliest(hidden, count)
-        rows = is_active.flatten().nonzero()[:, 0]
-        log_probs = hidden.new_zeros(len(hidden), count, dtype=layer.dtype)
-        tokens = torch.zeros_like(log_probs, dtype=torch.int64)
-        log_probs[rows], tokens[rows] = layer.likeliest(hidden[rows], count)
-        return log_probs, tokens
 
     def _keep(self, step: int, candidates: _Candidates, finished: Tensor, state: State) -> None:
         """Keep the best hypotheses, with those of the best K continuations that are `finished`."""

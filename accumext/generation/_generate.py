@@ -12,15 +12,18 @@ from torch import Tensor, nn
 from accumext.decoder import Model, batch_size, model_from
 from accumext.distributed import gathered_once
 from accumext.generation._beam_search import beam_search
-from accumext.generation._output_layer import OutputLayer
+from accumext.generation._output_layer import output_layer_of
 from accumext.generation._sampling import Draw, generate_tokens
 from accumext.generation._stepper import OP, Stepper
 from accumext.generation._token_filters import TokenFilter
 from accumext.recurrence import (
     State,
     check_batch_dim,
+    check_tokens,
+    lengths_of,
     map_tensors,
     own_generator,
+    start_of,
     tensors,
     with_shapes,
 )
@@ -29,11 +32,9 @@ from accumext.tensors.checks import (
     SEARCHES,
     Search,
     bools,
-    check_vector,
     fail_type,
     fail_value,
     integer,
-    lengths_tensor,
     number,
     one_of,
     positive_int,
@@ -42,6 +43,8 @@ from accumext.tensors.checks import (
     type_name,
     without_effect,
 )
+
+_DEVICE = "the head's device"
 
 
 class GenerateOutput(NamedTuple):
@@ -150,9 +153,10 @@ def generate(
             batch = prompt.shape[1]
         else:
             batch = batch_size(model.cell, state, start, lengths, model.context)
-        steps = _max_length(max_length) if batch else 0
+        steps = integer(OP, "max_length", max_length, 0) if batch else 0
         stepper = _stepper(model, eos, lengths, batch, steps)
-        first = _start(model, start, batch) if prompt is None else prompt[-1]
+        rows, device = len(model.table.weight), model.device
+        first = start_of(OP, start, batch, rows, device, _DEVICE) if prompt is None else prompt[-1]
         by_rows = stepper.ends or search == "beam"
         state = _state(model, state, batch, batch_dim, by_rows)
         one_of(OP, "search", search, SEARCHES)
@@ -187,31 +191,20 @@ def generate(
     return GenerateOutput(tokens, log_probs, generated.lengths, last, scores)
 
 
-def _max_length(value: Any) -> int:
-    steps = integer(OP, "max_length", value)
-    if steps < 0:
-        fail_value(OP, "max_length", "be at least 0", steps)
-    return steps
-
-
 def _stepper(model: Model, eos: Any, lengths: Any, batch: int, steps: int) -> Stepper:
     """Check `eos` and `lengths`, and return the decoder with them, to be run step by step."""
     device, words = model.device, len(model.head_weight)
     if lengths is None:
         limits = torch.full((batch,), steps, device=device)
     else:
-        limits = lengths_tensor(OP, "lengths", lengths, device)
-        contract = "be an integer tensor [B]"
-        check_vector(OP, "lengths", limits, (torch.int64,), contract, batch, device)
-        if device.type == "cpu" and ((limits < 0) | (limits > steps)).any():
-            fail_value(OP, "lengths", f"be in [0, {steps}]", limits.tolist())
+        limits = lengths_of(OP, lengths, (steps, batch), device, _DEVICE)
     if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
         fail_value(OP, "eos", f"be in [0, {words})", eos)
     rnn = model.rnn
     if rnn is not None and rnn.dropout > 0 and rnn.layers > 1:
         rnn = None  # in training mode, the module is called for its dropout between layers
     ends = lengths is not None or eos is not None
-    layer = OutputLayer.of(model)
+    layer = output_layer_of(model)
     return Stepper(model, layer, rnn, eos, limits, ends)
 
 
@@ -223,32 +216,8 @@ def _prompt(model: Model, value: Any, batch_first: bool) -> Tensor:
     prompt = prompt.t() if batch_first else prompt
     if len(prompt) == 0:
         fail_value(OP, "prompt", "have at least one token", list(prompt.shape))
-    same_device(OP, "prompt", [prompt], model.device)
-    _check_tokens("prompt", prompt, model)
+    check_tokens(OP, "prompt", prompt, len(model.table.weight), model.device, _DEVICE)
     return prompt
-
-
-def _start(model: Model, value: Any, batch: int) -> Tensor:
-    """Check the start tokens, the first input, and return them as [B]."""
-    if isinstance(value, Tensor):
-        start = token_tensor(OP, "start", value, "be an int or an integer tensor [B]")
-        same_device(OP, "start", [start], model.device)
-        if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
-            fail_value(OP, "start", f"have shape {[batch]}", list(start.shape))
-    else:
-        start = torch.tensor(integer(OP, "start", value), device=model.device)
-    _check_tokens("start", start, model)
-    return start.expand(batch)
-
-
-def _check_tokens(name: str, tokens: Tensor, model: Model) -> None:
-    """Check on a CPU that the embedding has a row for each token: a lookup on a GPU asserts it."""
-    rows = model.table.weight.shape[0]
-    if tokens.device.type != "cpu":
-        return
-    wrong = (tokens < 0) | (tokens >= rows)
-    if wrong.any():
-        fail_value(OP, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))
 
 
 def _state(model: Model, state: State, batch: int, batch_dim: Any, by_rows: bool) -> State:

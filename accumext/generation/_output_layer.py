@@ -38,23 +38,11 @@ class OutputLayer:
     changing: Tensor | None = None  # source of the rounded `weight`, if lookups write into it
     logits: Callable[[Tensor], Tensor] | None = None  # calls a head that does more than its formula
 
-    @staticmethod
-    def of(model: Model) -> OutputLayer:
-        """Return the head of a model, with its weight rounded to the dtype of the products."""
-        weight, bias, dtypes, table = model.head_weight, model.head_bias, model.dtypes, model.table
-        if model.called_head is not None:
-            logits = partial(called_logits, "generate", model)
-            return OutputLayer(weight, None, dtypes.accumulation, None, logits)
-        rounded, bias = rounded_head(weight, bias, dtypes)
-        writes = table.max_norm is not None and share_memory(weight, table.weight)
-        changing = weight.detach() if writes and rounded.data_ptr() != weight.data_ptr() else None
-        return OutputLayer(rounded, bias, dtypes.accumulation, changing)
-
     def choose(
         self, hidden: Tensor, uniforms: Tensor | None, token_filter: TokenFilter
     ) -> tuple[Tensor, Tensor]:
         """Choose tokens [M] for hidden [M, H]. Return them and their log-probabilities."""
-        temperature, top_k, top_p = token_filter.of(len(self.weight))
+        temperature, top_k, top_p = token_filter.operands(len(self.weight))
         tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(3, len(hidden), dtype=self.dtype)
         operands = self._operands(hidden)
@@ -70,14 +58,14 @@ class OutputLayer:
 
     def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
         """Return the largest log-probabilities [M, count] for hidden [M, H], and their tokens."""
-        found = hidden.new_empty(len(hidden), count, dtype=self.dtype)
-        tokens = torch.empty(found.shape, dtype=torch.int64, device=hidden.device)
+        logits = hidden.new_empty(len(hidden), count, dtype=self.dtype)
+        tokens = torch.empty(logits.shape, dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
         operands = self._operands(hidden)
         with no_grad_no_autocast(hidden.device):
             top = head_top if self.logits is None else head_top_reference
-            top(*operands, LOGIT_ROWS, found, tokens, stats)
-        return log_probabilities(found, stats[:, :, None]), tokens
+            top(*operands, LOGIT_ROWS, logits, tokens, stats)
+        return log_probabilities(logits, stats[:, :, None]), tokens
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.logits is not None:
@@ -85,6 +73,18 @@ class OutputLayer:
         if self.changing is not None:
             self.weight.copy_(self.changing)
         return hidden.to(self.dtype).contiguous(), self.weight, self.bias
+
+
+def output_layer_of(model: Model) -> OutputLayer:
+    """Return the head of a model, with its weight rounded to the dtype of the products."""
+    weight, bias, dtypes, table = model.head_weight, model.head_bias, model.dtypes, model.table
+    if model.called_head is not None:
+        logits = partial(called_logits, "generate", model)
+        return OutputLayer(weight, None, dtypes.accumulation, None, logits)
+    rounded, bias = rounded_head(weight, bias, dtypes)
+    writes = table.max_norm is not None and share_memory(weight, table.weight)
+    changing = weight.detach() if writes and rounded.data_ptr() != weight.data_ptr() else None
+    return OutputLayer(rounded, bias, dtypes.accumulation, changing)
 
 
 def log_probabilities(logits: Tensor, stats: Tensor) -> Tensor:

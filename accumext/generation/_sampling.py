@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from accumext.decoder import of_chosen_rows
 from accumext.generation._output_layer import log_probabilities
 from accumext.generation._stepper import (
     CHUNK,
@@ -14,7 +16,6 @@ from accumext.generation._stepper import (
     Generated,
     OperatorSteps,
     Stepper,
-    all_known_active,
 )
 from accumext.generation._token_filters import TokenFilter
 from accumext.recurrence import State
@@ -31,7 +32,7 @@ def generate_tokens(
     token_filter: TokenFilter,
 ) -> Generated:
     """Generate up to `steps` tokens of every row."""
-    temperature, *kept = token_filter.of(len(stepper.layer.weight))
+    temperature, *kept = token_filter.operands(len(stepper.layer.weight))
     if stepper.rnn is not None and kept == [len(stepper.layer.weight), 1.0]:
         by_operator = OperatorSteps(stepper, stepper.rnn, state)
         return _in_chunks(by_operator, first, steps, draw, temperature)
@@ -65,13 +66,10 @@ def _choose(
     active: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Choose tokens [B]. Return them and their log-probabilities. Inactive rows have any values."""
-    if not stepper.ends or active.device.type != "cpu" or all_known_active(active):
-        return stepper.layer.choose(hidden, uniforms, token_filter)
-    rows = active.nonzero()[:, 0]
-    tokens = torch.zeros_like(active, dtype=torch.int64)
-    log_probs = _no_log_probs(stepper, tokens.shape)
-    numbers = None if uniforms is None else uniforms[rows]
-    tokens[rows], log_probs[rows] = stepper.layer.choose(hidden[rows], numbers, token_filter)
+    choose = partial(stepper.layer.choose, token_filter=token_filter)
+    if not stepper.ends:
+        return choose(hidden, uniforms)
+    tokens, log_probs = of_chosen_rows(choose, active, hidden, uniforms)
     return tokens, log_probs
 
 
@@ -105,8 +103,8 @@ def _in_chunks(
         inputs = torch.full_like(chunk_tokens, stepper.pad)
         inputs[0] = fed
         used = by_operator.run(chunk_tokens, inputs, active, uniforms, temperature, stats, rows)
-        found = log_probabilities(stats[2, :used], stats[:, :used])
-        chunk_log_probs.view(-1)[rows[:used]] = found
+        of_rows = log_probabilities(stats[2, :used], stats[:, :used])
+        chunk_log_probs.view(-1)[rows[:used]] = of_rows
         if active is not None:
             chunk_tokens.masked_fill_(~active, stepper.pad)
             chunk_log_probs.masked_fill_(~active, 0)

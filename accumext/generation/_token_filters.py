@@ -20,7 +20,7 @@ class TokenFilter:
     top_k: int | None  # the k tokens with the largest logits; ties go to the lowest index
     top_p: float | None  # of these the fewest, likeliest first, that reach this share of their sum
 
-    def of(self, vocabulary: int) -> tuple[float, int, float]:
+    def operands(self, vocabulary: int) -> tuple[float, int, float]:
         """Return the arguments for the operators: V and 1 stand for no top_k and no top_p."""
         top_k = vocabulary if self.top_k is None else min(self.top_k, vocabulary)
         return self.temperature, top_k, 1.0 if self.top_p is None else self.top_p

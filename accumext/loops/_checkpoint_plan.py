@@ -73,12 +73,12 @@ def advances(count: int, kept: int) -> int:
 
 def kept_at_first(count: int, kept: int) -> list[int]:
     """Return the segments after the first before which the first pass keeps checkpoints."""
-    found, at = [], 0
+    segments, at = [], 0
     for room in range(kept, 0, -1):
         if count - at > 1:
             at += split(count - at, room)
-            found.append(at)
-    return found
+            segments.append(at)
+    return segments
 
 
 def split(count: int, kept: int) -> int:

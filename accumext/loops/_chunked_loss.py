@@ -306,7 +306,7 @@ def _check_apart(loss: Tensor, stopped: list[range]) -> None:
     """Raise if the graph of a slice contains nodes of another slice, whose gradients are zeroed."""
     for node in nodes_since(stopped[0].start, [loss]):
         if any(node_number(node) in nodes for nodes in stopped):
-            contract = "make its graph anew for every slice where slices may count nothing"
+            contract = "make its graph anew for every slice if slices may count nothing"
             raise RuntimeError(message(OP, "fn", contract, f"a {node.name()} of another slice"))
 
 

@@ -19,6 +19,7 @@ from accumext.recurrence import (
     KeptState,
     Replay,
     State,
+    WindowStarts,
     copy_nesting,
     cuts,
     tensors,
@@ -47,6 +48,7 @@ class RecomputedSteps:
         self.steps = steps
         self._step, self._choose = step, choose
         self._replay = Replay(kept, device)
+        self._starts = WindowStarts(self._replay, starts)
         self._checkpoints = _Checkpoints(self._replay, starts)
         self._grid: list[int] | None = None  # steps at which segments begin; None: not chosen yet
         # The leaves in the graph of the first step, and their numbers of writes when steps ran
@@ -73,7 +75,7 @@ class RecomputedSteps:
             else:
                 carry, total = self._run_recorded(first, counting, stop, carry, total)
         if end == self.steps:
-            self._checkpoints.windows.clear()  # their hidden state may have graphs
+            self._starts.clear()
         else:
             self._replay.note(end, carry)
         return carry, total
@@ -81,8 +83,9 @@ class RecomputedSteps:
     def rewind(self, step: int) -> State:
         """Set generators and hidden state back to those before a step of `starts`. Return the carry
         before it, without a graph."""
-        checkpoint = self._checkpoints.at(step, self._pass_over)
-        self._replay.go_back(self._checkpoints.windows[step])
+        checkpoint = self._starts.at(step)
+        assert checkpoint is not None
+        self._replay.go_back(checkpoint)
         return copy_nesting(checkpoint.state)
 
     def _run_segment(
@@ -91,7 +94,7 @@ class RecomputedSteps:
         """Run steps as `run` does, with a graph that keeps its tensors. Losses are added one by
         one, for some of torch's means share the memory of all their terms."""
         for t in range(begin, end):
-            self._checkpoints.save_start(t, carry)
+            self._starts.save(t, carry)
             self._replay.compare(t, carry)
             if self._measure is not None:
                 self._measure.before_last = self._measure.total()
@@ -179,8 +182,6 @@ class _Checkpoints:
         self._replay = replay
         self._starts = frozenset(starts)
         self._saved: dict[int, Checkpoint] = {}
-        self._ahead = set(starts)  # those that no step has reached yet
-        self.windows: dict[int, Checkpoint] = {}  # of `starts`, while `rewind` may need them
         self._grid: list[int] = [0]  # first steps of the segments that run again
         self._kept: int | None = None  # how many may be kept, not counting `starts`; None: all
         self._first: set[int] = set()  # steps of the grid whose checkpoints the first pass keeps
@@ -190,17 +191,9 @@ class _Checkpoints:
         self._grid, self._kept = grid, kept
         self._first = {grid[n] for n in kept_at_first(len(grid), kept or 0)}
 
-    def save_start(self, step: int, carry: State) -> None:
-        """Keep a checkpoint to which `rewind` will go back."""
-        if step in self._ahead:
-            self._ahead.remove(step)
-            self.windows[step] = self._replay.checkpoint(carry, graphs=True)
-            if step not in self._saved:
-                self._save(step, carry)
-
     def save(self, step: int, carry: State) -> None:
-        """Keep a checkpoint of the grid, if there is room for it."""
-        wanted = self._kept is None or step in self._first or step == 0
+        """Keep a checkpoint of the grid if there is room for it, or a window begins with it."""
+        wanted = self._kept is None or step in self._first or step in self._starts or step == 0
         if wanted and step not in self._saved:
             self._save(step, carry)
 

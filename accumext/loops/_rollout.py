@@ -3,7 +3,7 @@ its states."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from accumext.recurrence import (
     detach,
     resets_of,
     tensors,
+    truncation_from,
     with_shapes,
     write_counts,
     zero_dependency,
@@ -147,17 +148,14 @@ def rollout(
     Sources: Williams & Peng 1990 (k1, k2); Tallec & Ollivier 2017 (ARTBP); Griewank & Walther 2000
     (binomial checkpointing).
     """
-    steps, bounds = _check(
-        step, state, steps, loss, start, feed, k1, k2, truncation, checkpoint, memory_budget,
-        reduction, batch_dim,
-    )  # fmt: skip
-    anew = None if resets is None else _Anew.of(resets, steps, state, batch_dim)
+    steps, truncated = _check(locals())
+    reset = None if resets is None else _reset_rows(resets, steps, state, batch_dim)
     if steps == 0:
         return _no_steps(state, start)
     like = torch.empty((), dtype=torch.float64, device="cpu")
-    gate = bounds.gate(steps, 1, like)  # one factor for the whole batch
+    gate = truncated.gate(steps, 1, like)  # one factor for the whole batch
     builds_graph = torch.is_grad_enabled()
-    spans = bounds.spans(steps) if builds_graph else [(0, 0, steps)]
+    spans = truncated.spans(steps) if builds_graph else [(0, 0, steps)]
 
     def choose(sizes: Sizes) -> Plan:
         plan = choose_plan(steps, sizes, checkpoint, memory_budget)
@@ -169,7 +167,7 @@ def rollout(
     plan = Plan(steps, None) if not builds_graph else None
     if builds_graph and memory_budget is None and checkpoint is not None:
         plan = Plan(checkpoint, None)
-    one_step = _OneStep(step, loss, feed, steps, gate, anew)
+    one_step = _OneStep(step, loss, feed, steps, gate, reset)
     starts = {begin for begin, _, _ in spans[1:]}
     kept = KeptState(OP, "step", (step, loss, feed))
     running = RecomputedSteps(kept, one_step, steps, _device(state, start), plan, choose, starts)
@@ -183,7 +181,7 @@ def rollout(
                 carry = copy_nesting((start, state))
             carry, total = running.run(begin, counting, end, carry, total)
         output, last = carry
-        if bounds.cuts:
+        if truncated.cuts:
             output, last = detach(output), detach(last)
         assert total is not None
         if gathered is not None:
@@ -192,24 +190,13 @@ def rollout(
 
 
 @dataclass(frozen=True)
-class _Anew:
+class _ResetRows:
     """The rows that are reset, and the initial state to which they are reset."""
 
     resets: Resets
     initial: State
     writes: list[int]  # numbers of writes into the tensors of `initial` so far
     batch_dim: int
-
-    @staticmethod
-    def of(value: Any, steps: int, state: State, batch_dim: Any) -> _Anew:
-        """Check the argument `resets`, for the batch of the state, and return it."""
-        dim, given = batch_dim_of(OP, batch_dim), tensors(state)
-        batch = next((tensor.shape[dim] for tensor in given if tensor.dim() > dim), 0)
-        device = given[0].device if given else torch.device("cpu")
-        shape = (steps, batch)
-        resets = resets_of(OP, value, shape, state, device, "the device of the state")
-        check_batch_dim(OP, state, batch, batch_dim)
-        return _Anew(resets, copy_nesting(state), write_counts(given), dim)
 
     def apply(self, t: int, state: State) -> State:
         """Return the state before step t, with its rows reset."""
@@ -218,6 +205,16 @@ class _Anew:
         what = "no tensor of the initial state, to which rows are reset"
         check_unwritten(OP, "step", what, tensors(self.initial), self.writes)
         return self.resets.apply(OP, t, None, state, self.initial, self.batch_dim)
+
+
+def _reset_rows(value: Any, steps: int, state: State, batch_dim: int | None) -> _ResetRows:
+    """Check the argument `resets`, for the batch of the state, and return it."""
+    dim, given = batch_dim or 0, tensors(state)
+    batch = next((tensor.shape[dim] for tensor in given if tensor.dim() > dim), 0)
+    device = given[0].device if given else torch.device("cpu")
+    resets = resets_of(OP, value, (steps, batch), state, device, "the device of the state")
+    check_batch_dim(OP, state, batch, batch_dim)
+    return _ResetRows(resets, copy_nesting(state), write_counts(given), dim)
 
 
 @dataclass(frozen=True)
@@ -229,13 +226,13 @@ class _OneStep:
     feed: Callable[[State, int], State] | None
     steps: int
     gate: StateGradientGate
-    anew: _Anew | None
+    reset: _ResetRows | None
 
     def __call__(self, t: int, carry: State, counted: bool) -> tuple[State, Tensor]:
         """Return the next (input, state), and the loss; after the last step (output, state)."""
         given, state = self.gate.attach(t, self.gate.cut(t, carry))
-        if self.anew is not None:
-            state = self.anew.apply(t, state)
+        if self.reset is not None:
+            state = self.reset.apply(t, state)
         try:
             result = self.step(given, state)
         except (AttributeError, TypeError) as error:
@@ -278,24 +275,18 @@ def _no_steps(state: State, start: State) -> RolloutOutput:
     return RolloutOutput(zero, copy_nesting(state), None)
 
 
-def _check(
-    step: Any, state: Any, steps: Any, loss: Any, start: Any, feed: Any, k1: Any, k2: Any,
-    truncation: Any, checkpoint: Any, memory_budget: Any, reduction: Any, batch_dim: Any,
-) -> tuple[int, Truncation]:  # fmt: skip
-    for name, function in (("step", step), ("loss", loss), ("feed", feed)):
-        if not callable(function) and not (name == "feed" and function is None):
-            contract = "be callable" if name != "feed" else "be callable or None"
-            fail_type(OP, name, contract, type_name(function))
-    check_nesting(OP, "state", state)
-    check_nesting(OP, "start", start)
-    steps = integer(OP, "steps", steps)
-    if steps < 0:
-        fail_value(OP, "steps", "be at least 0", steps)
-    bounds = Truncation.of(OP, k1, k2, truncation)
-    if checkpoint is not None:
-        positive_int(OP, "checkpoint", checkpoint)
-    if memory_budget is not None:
-        positive_int(OP, "memory_budget", memory_budget)
-    one_of(OP, "reduction", reduction, REDUCTIONS)
-    batch_dim_of(OP, batch_dim)
-    return steps, bounds
+def _check(args: Mapping[str, Any]) -> tuple[int, Truncation]:
+    """Check the arguments of a call. Return the number of steps, and how gradients are cut."""
+    for name, contract in (("step", ""), ("loss", ""), ("feed", " or None")):
+        if not callable(args[name]) and not (name == "feed" and args[name] is None):
+            fail_type(OP, name, f"be callable{contract}", type_name(args[name]))
+    check_nesting(OP, "state", args["state"])
+    check_nesting(OP, "start", args["start"])
+    steps = integer(OP, "steps", args["steps"], 0)
+    truncation = truncation_from(OP, args["k1"], args["k2"], args["truncation"])
+    for name in ("checkpoint", "memory_budget"):
+        if args[name] is not None:
+            positive_int(OP, name, args[name])
+    one_of(OP, "reduction", args["reduction"], REDUCTIONS)
+    batch_dim_of(OP, args["batch_dim"])
+    return steps, truncation

@@ -3,7 +3,6 @@ time."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from accumext.distributed import gathered_once
 from accumext.recurrence import (
-    Checkpoint,
-    Feedback,
     Inputs,
     KeptState,
     NoBatchAsSequence,
@@ -22,13 +19,16 @@ from accumext.recurrence import (
     Replay,
     Resets,
     State,
-    Truncation,
+    WindowStarts,
     batch_dim_of,
     check_batch_dim,
     check_nesting,
     check_options,
     check_unwritten,
+    context_of,
     detach,
+    feedback_from,
+    feedback_word,
     freeze,
     hook_beyond,
     map_tensors,
@@ -36,6 +36,7 @@ from accumext.recurrence import (
     observing,
     resets_of,
     tensors,
+    truncation_from,
     windows,
     with_shapes,
     within_length_of,
@@ -140,6 +141,7 @@ def tbptt(
         lengths: int64 [B]. A row past its length keeps its state; its target is -100, which
             `F.cross_entropy` ignores. With floating-point targets the criterion gets a third
             argument, bool [B]: the rows within their length. A step past all lengths has loss 0.
+            In it the targets are 0 and all rows count, for a mean over none would be NaN.
         context: tensors handed to `step` at every step, such as attention memory. Gradients reach
             them from every window, in the last backward pass.
         batch_dim: dimension of the batch in the state's tensors, if there are `lengths` or
@@ -160,37 +162,39 @@ def tbptt(
 
     Source: Williams & Peng 1990.
     """
+    args = dict(locals())
     if observing.observers:
-        observing.tell(tbptt, locals())
-    source, k1, k2, active, reset = _check(
-        step, targets, state, criterion, feedback, start, inputs, resets, k1, k2, backward,
-        reduction, teacher_forcing, temperature, generator, lengths, context, batch_dim,
-    )  # fmt: skip
+        observing.tell(tbptt, args)
+    source, k1, k2, active, reset = _check(args)
     steps = targets.shape[0]
     loss_factor = 1 / steps if reduction == "mean" and steps else 1.0
-    rows = None if active is None else _Rows(active, batch_dim or 0)
+    rows = None if active is None else _Rows(active)
     running = _Steps(step, _Losses(criterion, targets, rows), source, rows, reset, batch_dim or 0)
-    history = None
-    if k1 < k2:
-        history = _StateHistory(k2, Replay(KeptState(OP, "step", step), targets.device))
     initial, memory = _SharedGraph(state), _SharedGraph(tuple(context))
     # State and context may come from one graph, such as an encoder, which a backward pass frees. So
     # if there is a context with gradients, the last window sends those of the state back as well.
     together = any(tensor.requires_grad for tensor in context)
     losses: list[Tensor] = []
     spans = windows(steps, k1, k2) if targets.shape[:2].numel() else []
+    starts = None
+    if k1 < k2:
+        replay = Replay(KeptState(OP, "step", step), targets.device)
+        starts = WindowStarts(replay, {begin for begin, _, _ in spans})
     last_from_initial = spans[-1] if together and spans else _last_from_initial(spans, reset)
     for span in spans:
         first, begin, end = span
-        if history is not None:
-            state = history.restore(first, state)
+        if starts is not None and (checkpoint := starts.at(first)) is not None:
+            what = "no state of an earlier step"
+            check_unwritten(OP, "step", what, checkpoint.read, checkpoint.writes)
+            starts.replay.go_back(checkpoint)
+            state = checkpoint.state
         ends, reaches_initial = end == steps, span == last_from_initial
         running.initial = initial.tensors(last=reaches_initial)
         if first == 0:
             state = running.initial
         running.context = memory.tensors(last=ends)
         with gathered_once(OP, step, criterion) as gathered:
-            loss, state = running.run(first, begin, end, state, history)
+            loss, state = running.run(first, begin, end, state, starts)
             loss = loss * loss_factor
             for shared in [initial, memory] if reaches_initial else [memory]:
                 if (zero := shared.zero_dependency()) is not None:
@@ -228,16 +232,12 @@ def _call_backward(backward: Callable[[Tensor], Any], loss: Tensor, later: bool)
 
 
 class _Rows:
-    """Rows of different lengths: the states and targets of rows that have ended."""
+    """Rows of different lengths: which have ended, and what their targets are then."""
 
-    def __init__(self, active: Tensor, batch_dim: int) -> None:  # bool [T, B]
-        self.active, self.batch_dim = active, batch_dim
-        self.any = active.any(1)  # [T]
+    def __init__(self, active: Tensor) -> None:  # bool [T, B]
+        self.active, self.any = active, active.any(1)  # [T]
         # In a step past all ends every row counts, or the mean would be NaN. The loss is dropped.
         self.counted = active | ~self.any[:, None]
-
-    def freeze(self, t: int, new: State, old: State) -> State:
-        return freeze(OP, self.active[t], new, old, self.batch_dim)
 
     def targets(self, targets: Tensor) -> Tensor:
         """Return int64 targets [T, B]: ignored past the ends of rows, 0 in steps past all ends."""
@@ -255,7 +255,7 @@ class _Losses:
         self.masks = rows is not None and targets.is_floating_point()
         self.targets = targets if rows is None or self.masks else rows.targets(targets)
 
-    def of(self, t: int, output: Tensor) -> Tensor:
+    def at(self, t: int, output: Tensor) -> Tensor:
         rows = self.rows
         given = (rows.counted[t],) if rows is not None and self.masks else ()
         try:
@@ -288,18 +288,18 @@ class _Steps:
         self.inputs = [source.teacher[0]] if self.count else []
 
     def run(
-        self, first: int, begin: int, end: int, state: State, history: _StateHistory | None
+        self, first: int, begin: int, end: int, state: State, starts: WindowStarts | None
     ) -> tuple[Tensor, State]:
         """Return the loss of steps [begin, end), with a graph from `first` on, and the state after
         them."""
         losses = []
         for t in range(first, end):
-            if history is not None:
-                history.save(t, state)
+            if starts is not None:
+                starts.save(t, state)
             if self.resets is not None:
                 active = None if self.rows is None else self.rows.active
                 state = self.resets.apply(OP, t, active, state, self.initial, self.batch_dim)
-            given = self._read_again(t, state, history)
+            given = self._read_again(t, state, overlap=starts is not None)
             counts = write_counts(given)
             looks = t == 0 and may_be_unbatched(state, len(self.inputs[t]))
             try:
@@ -322,21 +322,23 @@ class _Steps:
             check_nesting(OP, "state", new_state)
             if t == 0:
                 _check_order(output, state, new_state)
-            state = new_state if self.rows is None else self.rows.freeze(t, new_state, state)
-            if history is not None:
-                history.replay.compare(t, (output, state))
+            if self.rows is not None:
+                new_state = freeze(OP, self.rows.active[t], new_state, state, self.batch_dim)
+            state = new_state
+            if starts is not None:
+                starts.replay.compare(t, (output, state))
                 if t + 1 == end:
-                    history.replay.note(t, (output, state))
+                    starts.replay.note(t, (output, state))
             if t < begin:
                 continue  # run again for its graph only: its loss was in an earlier window
-            losses.append(self.losses.of(t, output))
+            losses.append(self.losses.at(t, output))
             self._feed_back(t, output)
         return torch.stack(losses).sum(), state
 
-    def _read_again(self, t: int, state: State, history: _StateHistory | None) -> list[Tensor]:
+    def _read_again(self, t: int, state: State, overlap: bool) -> list[Tensor]:
         """Return tensors that a step must not write into: all arguments if windows overlap, and the
         state if rows that have ended keep it, or may be reset to it."""
-        if history is None:
+        if not overlap:
             by_row = self.rows is not None or self.resets is not None
             return tensors(state) if by_row else []
         return tensors((self.inputs[t], state, self.context))
@@ -361,30 +363,6 @@ def _check_order(output: Any, state: State, new_state: State) -> None:
 
 def _shape(value: Any) -> str:
     return str(list(value.shape)) if isinstance(value, Tensor) else type_name(value)
-
-
-class _StateHistory:
-    """Checkpoints before the last k2 steps, for windows that overlap."""
-
-    def __init__(self, k2: int, replay: Replay) -> None:
-        self.replay = replay
-        self._starts: deque[tuple[int, Checkpoint]] = deque(maxlen=k2)
-
-    def save(self, step: int, state: State) -> None:
-        """Save a checkpoint before `step`, unless there is one."""
-        if not self._starts or self._starts[-1][0] < step:
-            self._starts.append((step, self.replay.checkpoint(state, graphs=True)))
-
-    def restore(self, step: int, current: State) -> State:
-        """Set generators and hidden state back to those before `step`, and return the state before
-        it. If the step has not run yet, just return `current`."""
-        for saved, start in self._starts:
-            if saved == step:
-                what = "no state of an earlier step"
-                check_unwritten(OP, "step", what, start.read, start.writes)
-                self.replay.go_back(start)
-                return start.state
-        return current
 
 
 class _SharedGraph:
@@ -426,51 +404,46 @@ class _SharedGraph:
         return zero_dependency([*self._hooked.values()])
 
 
-def _check(
-    step: Any, targets: Any, state: Any, criterion: Any, feedback: Any, start: Any, inputs: Any,
-    resets: Any, k1: Any, k2: Any, backward: Any, reduction: Any, teacher_forcing: Any,
-    temperature: Any, generator: Any, lengths: Any, context: Any, batch_dim: Any,
-) -> tuple[Inputs, int, int, Tensor | None, Resets | None]:  # fmt: skip
-    for name, function in (("step", step), ("criterion", criterion), ("backward", backward)):
+def _check(args: dict[str, Any]) -> tuple[Inputs, int, int, Tensor | None, Resets | None]:
+    """Check the arguments of a call. Return the inputs with random numbers drawn, k1, k2, which
+    steps are within the lengths of their rows, and the resets."""
+    for name in ("step", "criterion", "backward"):
+        function = args[name]
         if not callable(function):
             fail_type(OP, name, "be callable", type_name(function))
         if isinstance(function, type) and issubclass(function, torch.nn.Module):
             name_of = function.__name__
             advice = f"Pass an instance, {name_of}()"
             fail_type(OP, name, "be a function or module", f"the class {name_of}", advice)
+    targets, state, lengths, resets = (
+        args[name] for name in ("targets", "state", "lengths", "resets")
+    )
     _check_targets(targets, state)
     check_nesting(OP, "state", state)
-    if isinstance(context, Tensor) or not isinstance(context, (tuple, list)):
-        fail_type(OP, "context", "be a tuple of tensors", type_name(context))
-    for index, tensor in enumerate(context):
-        if not isinstance(tensor, Tensor):
-            fail_type(OP, f"context[{index}]", "be a tensor", type_name(tensor))
-    k1 = positive_int(OP, "k1", k1)
-    k2 = k1 if k2 is None else positive_int(OP, "k2", k2)
-    Truncation.of(OP, k1, k2, "fixed")  # raises if k2 < k1
-    one_of(OP, "reduction", reduction, REDUCTIONS)
-    batch_dim_of(OP, batch_dim)
-    steps, batch = targets.shape[:2]
+    context_of(OP, args["context"])
+    k1 = positive_int(OP, "k1", args["k1"])
+    k2 = k1 if args["k2"] is None else positive_int(OP, "k2", args["k2"])
+    truncation_from(OP, k1, k2, "fixed")  # raises if k2 < k1
+    one_of(OP, "reduction", args["reduction"], REDUCTIONS)
+    batch_dim_of(OP, args["batch_dim"])
+    shape, whose, active = targets.shape[:2], "the device of targets", None
     _check_layout(targets, state)
-    whose = "the device of targets"
-    active = None
     if lengths is not None:
-        active = within_length_of(OP, lengths, (steps, batch), targets.device, whose)
+        active = within_length_of(OP, lengths, shape, targets.device, whose)
     if resets is not None:
-        resets = resets_of(OP, resets, (steps, batch), state, targets.device, whose)
+        resets = resets_of(OP, resets, shape, state, targets.device, whose)
     if lengths is not None or resets is not None:
-        check_batch_dim(OP, state, batch, batch_dim)
-    given_floats = isinstance(inputs, Tensor) and inputs.is_floating_point()
-    if targets.is_floating_point() or given_floats:
+        check_batch_dim(OP, state, shape[1], args["batch_dim"])
+    feedback, start, inputs = args["feedback"], args["start"], args["inputs"]
+    of_words = {name: args[name] for name in ("teacher_forcing", "temperature", "generator")}
+    observed = isinstance(inputs, Tensor) and inputs.is_floating_point()
+    if targets.is_floating_point() or observed:
         source = Inputs(_known_inputs(targets, feedback, start, inputs))
-        check_options(OP, "teacher", teacher_forcing, temperature, generator)
+        check_options(OP, "teacher", **of_words)
         return source, k1, k2, active, resets
     fed = targets.clamp(min=0)
-    chosen = Feedback.of(
-        OP, feedback, fed if active is None else torch.where(active, fed, 0), start=start,
-        inputs=inputs, teacher_forcing=teacher_forcing, temperature=temperature,
-        generator=generator, rows=None,
-    )  # fmt: skip
+    fed = fed if active is None else torch.where(active, fed, 0)
+    chosen = feedback_from(OP, feedback, fed, start=start, inputs=inputs, rows=None, **of_words)
     return chosen.drawn(), k1, k2, active, resets
 
 
@@ -486,7 +459,7 @@ def _check_targets(targets: Any, state: Any) -> None:
         if targets.dim() < 2:
             fail_value(OP, "targets", "have shape [T, B, ...]", list(targets.shape), advice)
         if advice is not None:
-            contract = "be int64 tokens where the state is an int64 matrix"
+            contract = "be int64 tokens if the state is an int64 matrix"
             fail_type(OP, "targets", contract, type_name(targets), advice)
     elif targets.dim() != 2:
         fail_value(OP, "targets", "have shape [T, B]", list(targets.shape), advice)
@@ -502,10 +475,9 @@ def _check_layout(targets: Tensor, state: State) -> None:
 
 def _known_inputs(targets: Tensor, feedback: Any, start: Any, inputs: Any) -> Tensor:
     """Return the inputs of all steps, [T, B, ...], if inputs or targets are floating-point."""
-    if not isinstance(feedback, str) or feedback != "teacher":
-        contract = "be 'teacher' where inputs or targets are floating-point"
-        got = repr(feedback) if isinstance(feedback, str) else type_name(feedback)
-        fail_value(OP, "feedback", contract, got, "accumext.rollout feeds a model its own output")
+    contract = "be 'teacher' if inputs or targets are floating-point"
+    advice = "accumext.rollout feeds a model its own output"
+    feedback_word(OP, feedback, ("teacher",), contract, advice)
     shape = list(targets.shape[:2])
     if inputs is not None:
         if not isinstance(inputs, Tensor):

@@ -1,5 +1,13 @@
 """Recurrent steps: what the decoder, `generate`, `tbptt` and `rollout` have in common."""
 
+from accumext.recurrence._arguments import batch_dim_of as batch_dim_of
+from accumext.recurrence._arguments import check_tokens as check_tokens
+from accumext.recurrence._arguments import context_of as context_of
+from accumext.recurrence._arguments import feedback_word as feedback_word
+from accumext.recurrence._arguments import first_outside as first_outside
+from accumext.recurrence._arguments import lengths_of as lengths_of
+from accumext.recurrence._arguments import start_of as start_of
+from accumext.recurrence._arguments import within_length_of as within_length_of
 from accumext.recurrence._cells import Cell as Cell
 from accumext.recurrence._cells import cell_of as cell_of
 from accumext.recurrence._cells import check_output as check_output
@@ -9,16 +17,17 @@ from accumext.recurrence._cuts import cuts as cuts
 from accumext.recurrence._feedback import Feedback as Feedback
 from accumext.recurrence._feedback import Inputs as Inputs
 from accumext.recurrence._feedback import check_options as check_options
+from accumext.recurrence._feedback import feedback_from as feedback_from
 from accumext.recurrence._feedback import sample as sample
 from accumext.recurrence._generators import own_generator as own_generator
 from accumext.recurrence._kept_state import KeptState as KeptState
 from accumext.recurrence._replay import Checkpoint as Checkpoint
 from accumext.recurrence._replay import Replay as Replay
+from accumext.recurrence._replay import WindowStarts as WindowStarts
 from accumext.recurrence._replay import fingerprints_of as fingerprints_of
 from accumext.recurrence._resets import Resets as Resets
 from accumext.recurrence._resets import resets_of as resets_of
 from accumext.recurrence._states import State as State
-from accumext.recurrence._states import batch_dim_of as batch_dim_of
 from accumext.recurrence._states import check_batch_dim as check_batch_dim
 from accumext.recurrence._states import check_nesting as check_nesting
 from accumext.recurrence._states import check_unwritten as check_unwritten
@@ -33,13 +42,13 @@ from accumext.recurrence._states import map_tensors as map_tensors
 from accumext.recurrence._states import size_of as size_of
 from accumext.recurrence._states import tensors as tensors
 from accumext.recurrence._states import with_shapes as with_shapes
-from accumext.recurrence._states import within_length_of as within_length_of
 from accumext.recurrence._states import write_counts as write_counts
 from accumext.recurrence._states import zero_dependency as zero_dependency
+from accumext.recurrence._truncation import NO_TRUNCATION as NO_TRUNCATION
 from accumext.recurrence._truncation import OPEN_GATE as OPEN_GATE
-from accumext.recurrence._truncation import WHOLE as WHOLE
 from accumext.recurrence._truncation import StateGradientGate as StateGradientGate
 from accumext.recurrence._truncation import Truncation as Truncation
+from accumext.recurrence._truncation import truncation_from as truncation_from
 from accumext.recurrence._truncation import windows as windows
 from accumext.recurrence._unbatched import NoBatchAsSequence as NoBatchAsSequence
 from accumext.recurrence._unbatched import ReadAsSequence as ReadAsSequence

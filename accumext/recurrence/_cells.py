@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accumext.recurrence._states import State, batch_dim_of, check_nesting, copy_nesting, tensors
+from accumext.recurrence._arguments import batch_dim_of
+from accumext.recurrence._states import State, check_nesting, copy_nesting, tensors
 from accumext.recurrence._unbatched import NoBatchAsSequence, ReadAsSequence, may_be_unbatched
 from accumext.tensors.checks import fail_type, fail_value, forward_of, message, type_name
 from accumext.tensors.torch_private import translated_from
@@ -90,8 +91,10 @@ def parts_of(model: Any) -> str | None:
     """Return advice on which parts of a whole model to pass; None if it has no embedding."""
     names = []
     for kind in (nn.Embedding, (nn.RNNBase, nn.RNNCellBase), nn.Linear):
-        found = model.named_modules() if isinstance(model, nn.Module) else ()
-        names.append(next((name for name, part in found if name and isinstance(part, kind)), None))
+        modules = model.named_modules() if isinstance(model, nn.Module) else ()
+        names.append(
+            next((name for name, part in modules if name and isinstance(part, kind)), None)
+        )
     if names[0] is None:
         return None
     parts = ", ".join(f"model.{name}" for name in names if name is not None)
@@ -129,8 +132,8 @@ def cell_of(op: str, cell: Any, batch_dim: Any = None) -> Cell:
             both = "Return both: h = cell(x, s); return h, h"
             advice = both if isinstance(result, Tensor) else None
             fail_type(op, "cell", "return (output, state)", got, advice)
-        output, state, *rest = result
-        extras = rest[0] if rest else None
+        output, state, *more = result
+        extras = more[0] if more else None
         check_nesting(op, "state", state)
         check_nesting(op, "extras", extras)
         return output, state, extras

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from accumext.recurrence._arguments import check_tokens, first_outside, start_of
 from accumext.recurrence._generators import own_generator
 from accumext.tensors.checks import (
     DRAW_WORDS,
@@ -22,6 +22,7 @@ from accumext.tensors.checks import (
     without_effect,
 )
 
+_DEVICE = "the device of targets"
 _SHARE = "feedback='scheduled', teacher_forcing=0.5"
 _SHARES = f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
 
@@ -37,35 +38,6 @@ class Feedback:
     temperature: float = 1.0  # of samples
     samples: bool = False  # predictions are samples, not the argmax
     generator: torch.Generator | None = None
-
-    @staticmethod
-    def of(
-        op: str,
-        feedback: Any,
-        fed: Tensor,  # int64 [T, B]: the targets, with padding in place of ignored ones
-        *,
-        start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
-        rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
-        draw: Any = "argmax",
-    ) -> Feedback:  # fmt: skip
-        """Check the arguments, and return them."""
-        teacher = _teacher_inputs(op, start, inputs, fed, rows)
-        word = "mask"
-        if isinstance(feedback, Tensor):
-            _check_mask(op, feedback, fed)
-        else:
-            word = feedback
-            if word.__class__ is not str or word not in FEEDBACK_WORDS:
-                one_of(op, "feedback", word, FEEDBACK_WORDS, _SHARES)
-        samples = word == "sample"
-        plain = teacher_forcing.__class__ is temperature.__class__ is float and generator is None
-        if not (plain and teacher_forcing == temperature == 1.0 and draw == "argmax"):
-            samples = check_options(op, word, teacher_forcing, temperature, generator, draw)
-        if word == "teacher":
-            return Feedback(teacher, generator=generator)
-        mask = feedback if word == "mask" else None
-        share, temperature = float(teacher_forcing), float(temperature)
-        return Feedback(teacher, word, mask, share, temperature, samples, generator)
 
     def drawn(self) -> Inputs:
         """Return the inputs of one call, with all random numbers that they need."""
@@ -84,6 +56,35 @@ class Feedback:
             uniforms = torch.rand(shape, dtype=torch.float64, device=device, generator=generator)
         own = self.word in ("greedy", "sample")
         return Inputs(self.teacher, mask, self.temperature, uniforms, own)
+
+
+def feedback_from(
+    op: str,
+    feedback: Any,
+    fed: Tensor,  # int64 [T, B]: the targets, with padding in place of ignored ones
+    *,
+    start: Any, inputs: Any, teacher_forcing: Any, temperature: Any, generator: Any,
+    rows: int | None,  # of the embedding: tokens that can be fed; None: unknown
+    draw: Any = "argmax",
+) -> Feedback:  # fmt: skip
+    """Check the arguments, and return them."""
+    teacher = _teacher_inputs(op, start, inputs, fed, rows)
+    word = "mask"
+    if isinstance(feedback, Tensor):
+        _check_mask(op, feedback, fed)
+    else:
+        word = feedback
+        if word.__class__ is not str or word not in FEEDBACK_WORDS:
+            one_of(op, "feedback", word, FEEDBACK_WORDS, _SHARES)
+    samples = word == "sample"
+    plain = teacher_forcing.__class__ is temperature.__class__ is float and generator is None
+    if not (plain and teacher_forcing == temperature == 1.0 and draw == "argmax"):
+        samples = check_options(op, word, teacher_forcing, temperature, generator, draw)
+    if word == "teacher":
+        return Feedback(teacher, generator=generator)
+    mask = feedback if word == "mask" else None
+    share, temperature = float(teacher_forcing), float(temperature)
+    return Feedback(teacher, word, mask, share, temperature, samples, generator)
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ def sample(
         peaks.append(peak := row.amax(1, keepdim=True))
         shifted = (row - peak) / temperature
         running = shifted.exp_().cumsum(1, dtype=torch.float64)
-        whole = running[:, -1:].contiguous()
-        token = torch.searchsorted(running, uniform[:, None] * whole, right=True)
-        possible = torch.searchsorted(running, whole)  # last possible token: products are rounded
+        total = running[:, -1:].contiguous()
+        token = torch.searchsorted(running, uniform[:, None] * total, right=True)
+        possible = torch.searchsorted(running, total)  # last possible token: products are rounded
         tokens.append(torch.minimum(token, possible).squeeze(1))
     sampled, drawn = torch.cat(tokens), torch.cat(peaks).squeeze(1).isfinite()
     if logits.device.type == "cpu" and bool(drawn.all()):
@@ -143,7 +144,7 @@ def _check_mask(op: str, mask: Tensor, fed: Tensor) -> None:
     if mask.shape != fed.shape:
         fail_value(op, "feedback", f"have shape {list(fed.shape)}", list(mask.shape))
     if mask.device != fed.device:
-        fail_value(op, "feedback", f"be on the device of targets, {fed.device}", mask.device)
+        fail_value(op, "feedback", f"be on {_DEVICE}, {fed.device}", mask.device)
 
 
 def check_options(
@@ -151,8 +152,7 @@ def check_options(
 ) -> bool:
     """Tell whether this feedback ("mask" for a mask) draws samples. Raise for an option without
     effect. A generator is allowed without samples, since results would be the same."""
-    if number(op, "teacher_forcing", teacher_forcing, 0) > 1:
-        fail_value(op, "teacher_forcing", "be at most 1", teacher_forcing)
+    number(op, "teacher_forcing", teacher_forcing, 0, 1)
     if number(op, "temperature", temperature) <= 0:
         fail_value(op, "temperature", "be greater than 0", temperature)
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -178,31 +178,9 @@ def _teacher_inputs(op: str, start: Any, inputs: Any, fed: Tensor, rows: int | N
         given = token_tensor(op, "inputs", inputs, contract, of_floats=advice)
         if given.shape != fed.shape:
             fail_value(op, "inputs", f"have shape {[steps, batch]}", list(given.shape))
-        _check_tokens(op, "inputs", given, fed, rows)
+        check_tokens(op, "inputs", given, rows, fed.device, _DEVICE)
         return given
-    contract = "be an int or an integer tensor [B]"
-    if isinstance(start, Tensor):
-        start = token_tensor(op, "start", start, contract)
-        if start.dim() not in (0, 1) or (start.dim() == 1 and len(start) != batch):
-            fail_value(op, "start", f"have shape {[batch]}", list(start.shape))
-        _check_tokens(op, "start", start, fed, rows)
-    elif isinstance(start, bool) or not isinstance(start, (int, SupportsIndex)):
-        fail_type(op, "start", contract, type_name(start))
-    elif (start := operator.index(start)) < 0 or (rows is not None and start >= rows):
-        fail_value(op, "start", "be at least 0" if rows is None else f"be in [0, {rows})", start)
-    _check_tokens(op, "targets that are fed", fed[:-1], fed, rows)
-    first = fed.new_full((), start) if isinstance(start, int) else start
-    first = first.expand(1, batch)
-    return torch.cat([first, fed[:-1]])[:steps]
-
-
-def _check_tokens(op: str, name: str, tokens: Tensor, fed: Tensor, rows: int | None) -> None:
-    """Check the device, and on a CPU the values: on a GPU the lookup itself asserts them."""
-    if tokens.device != fed.device:
-        fail_value(op, name, f"be on the device of targets, {fed.device}", tokens.device)
-    if rows is None or tokens.device.type != "cpu" or tokens.numel() == 0:
-        return
-    low, high = tokens.aminmax()
-    if int(low) < 0 or int(high) >= rows:
-        wrong = (tokens < 0) | (tokens >= rows)
-        fail_value(op, name, f"be in [0, {rows})", int(tokens[wrong].flatten()[0]))
+    first = start_of(op, start, batch, rows, fed.device, _DEVICE)
+    if rows is not None and (wrong := first_outside(fed[:-1], rows)) is not None:
+        fail_value(op, "targets that are fed", f"be in [0, {rows})", wrong)
+    return torch.cat([first[None], fed[:-1]])[:steps]

@@ -188,7 +188,7 @@ class KeptState:
         for value in chain.from_iterable(contents for _, contents in self._look().contents):
             if not _has_graph(value) or any(value is other for other in before):
                 continue
-            contract = "keep no tensor with a graph from one call to the next where k1 < k2"
+            contract = "keep no tensor with a graph from one call to the next if k1 < k2"
             got = f"one of shape {list(value.shape)}" if isinstance(value, Tensor) else "a tuple"
             advice = "Hand it on in the state, pass it as context, or detach it"
             raise RuntimeError(message(self.op, self.name, contract, got, advice))
@@ -208,7 +208,7 @@ class KeptState:
 
     def _find(self, given: Iterable[object], first: bool) -> list[tuple[Any, list[Any]]]:
         """Search values for places that are not known yet, and return these with their contents."""
-        found: list[tuple[Any, list[Any]]] = []
+        discovered: list[tuple[Any, list[Any]]] = []
         seen = self._seen if first else dict(self._seen)
         waiting = deque((value, DEEPEST) for value in given)
         while waiting and len(seen) < MOST:
@@ -233,11 +233,11 @@ class KeptState:
                 depth -= 1
             for place in places:
                 contents = _read(place)
-                found.append((place, contents))
+                discovered.append((place, contents))
                 if not isinstance(value, nn.Module) or place is not vars(value):
                     inside += contents
             waiting += ((inner, depth) for inner in inside)
-        return found
+        return discovered
 
     def _of_module(self, module: nn.Module, first: bool) -> tuple[list[Any], list[Any]]:
         if isinstance(module, torch.jit.ScriptModule):  # keeps its attributes in C++

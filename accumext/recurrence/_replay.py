@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -52,8 +52,8 @@ class Replay:
         self.modes = _modes_now(device)  # a context with the modes of the forward pass
         # The tensors of the part that was run again last, and the name of that part. A reference to
         # the part, which refers to this object, would be a cycle and outlive the graph.
-        self._found: dict[int, Tensor] = {}
-        self._found_of: object = None
+        self._tensors: dict[int, Tensor] = {}
+        self._tensors_of: object = None
         self._lock = threading.RLock()  # a backward pass has one thread per device
         # The number of a moment, and fingerprints of the results then.
         self._noted: tuple[int, list[Tensor]] | None = None
@@ -145,18 +145,21 @@ class Replay:
         if not part.recorded:
             self._fail_differentiates()
         with self._lock:
-            if self._found_of is not part.name or index not in self._found:
-                self._found_of, self._found = None, {}  # only one part's tensors exist at a time
-                self._found = self._replay(part)
-                self._found_of = part.name
-            return self._found.pop(index)
+            if self._tensors_of is not part.name or index not in self._tensors:
+                self._tensors_of, self._tensors = (
+                    None,
+                    {},
+                )  # only one part's tensors exist at a time
+                self._tensors = self._replay(part)
+                self._tensors_of = part.name
+            return self._tensors.pop(index)
 
     def _replay(self, part: _Part) -> dict[int, Tensor]:
         """Run a part again, and return the tensors that its graph would have saved."""
-        found: list[tuple[Tensor, int]] = []
+        saved: list[tuple[Tensor, int]] = []
 
         def pack(tensor: Tensor) -> None:
-            found.append((tensor.detach(), write_count(tensor)))
+            saved.append((tensor.detach(), write_count(tensor)))
 
         not_traced(pack)
         with (
@@ -164,16 +167,16 @@ class Replay:
             saved_tensors_hooks(pack, _never),
         ):  # fmt: skip
             result = part.run_again()
-        if len(found) != len(part.saved):
-            self._fail(f"{len(found)} tensors for it in place of {len(part.saved)}")
-        for (tensor, writes), (shape, count) in zip(found, part.saved, strict=True):
+        if len(saved) != len(part.saved):
+            self._fail(f"{len(saved)} tensors for it in place of {len(part.saved)}")
+        for (tensor, writes), (shape, count) in zip(saved, part.saved, strict=True):
             if tensor.shape != shape:
                 self._fail(f"a tensor of shape {list(tensor.shape)} in place of {list(shape)}")
             written = write_count(tensor) != writes  # after it was saved
             if written or (writes != count and not self.kept.holds(tensor)):
                 self._fail_changed("parameters, inputs and states")
         self.check_same(result, part.results)
-        return {index: tensor for index, (tensor, _) in enumerate(found)}
+        return {index: tensor for index, (tensor, _) in enumerate(saved)}
 
     def check_same(self, results: State, known: list[Tensor]) -> None:
         """Raise if the results of a replay differ from those of the forward pass, whose
@@ -218,11 +221,35 @@ class Replay:
             raise
 
     def _fail_differentiates(self, cause: RuntimeError | None = None) -> NoReturn:
-        contract = "take no gradients inside of itself where steps run again"
+        contract = "take no gradients inside of itself if steps run again"
         got, advice = "torch.autograd.grad, backward or torch.func", "tbptt takes such a step"
         if self.kept.op == "rollout":
             advice = "Pass checkpoint=steps, which keeps the graph"
         raise RuntimeError(message(self.kept.op, self.kept.name, contract, got, advice)) from cause
+
+
+class WindowStarts:
+    """Checkpoints before the steps at which windows begin that overlap the one before."""
+
+    def __init__(self, replay: Replay, steps: Iterable[int]) -> None:
+        self.replay, self._ahead = replay, set(steps)
+        self._checkpoints: dict[int, Checkpoint] = {}
+
+    def save(self, step: int, state: State) -> None:
+        """Keep a checkpoint if a window begins with this step, when it runs for the first time."""
+        if step in self._ahead:
+            self._ahead.remove(step)
+            self._checkpoints[step] = self.replay.checkpoint(state, graphs=True)
+
+    def at(self, step: int) -> Checkpoint | None:
+        """Return the checkpoint before a step, and drop earlier ones; None before its first run."""
+        for earlier in [t for t in self._checkpoints if t < step]:
+            del self._checkpoints[earlier]
+        return self._checkpoints.get(step)
+
+    def clear(self) -> None:
+        """Drop all checkpoints, whose hidden state may have graphs."""
+        self._checkpoints.clear()
 
 
 class _Part:
@@ -266,15 +293,15 @@ def _dense(results: State) -> list[Tensor]:
 
 def fingerprints_of(results: State) -> list[Tensor]:
     """Return the dot product of each tensor with a ramp, which detects exchanged elements, too."""
-    found = []
+    products = []
     for tensor in _dense(results):
         values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
         if values.dtype not in (torch.float32, torch.float64):
             values = values.float()
         values = values.reshape(-1)
         ramp = torch.linspace(1, 2, len(values), dtype=values.dtype, device=values.device)
-        found.append(values.dot(ramp))
-    return found
+        products.append(values.dot(ramp))
+    return products
 
 
 def _never(_: None) -> Tensor:

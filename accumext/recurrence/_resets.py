@@ -37,7 +37,7 @@ class Resets:
             return state
         for now, first in zip(tensors(state), tensors(initial), strict=False):
             if now.shape != first.shape:  # a shorter one would get zeros, which a cell reads
-                contract = "keep the shapes of its state where rows are reset"
+                contract = "keep the shapes of its state if rows are reset"
                 advice = "Keep a cache as long as it gets, and how much of it each row has, [B]"
                 got = f"{list(now.shape)} after {list(first.shape)}"
                 fail_value(op, called(op), contract, got, advice)
@@ -52,7 +52,7 @@ def resets_of(
     if not isinstance(value, Tensor) or value.dtype != torch.bool:
         fail_type(op, "resets", "be a bool tensor [T, B]", type_name(value))
     if state is None:
-        fail_value(op, "state", "be given where rows are reset to it", None)
+        fail_value(op, "state", "be given if rows are reset to it", None)
     if value.shape != shape:
         fail_value(op, "resets", f"have shape {list(shape)}", list(value.shape))
     if value.device.type != "cpu" and value.device != device:

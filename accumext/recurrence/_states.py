@@ -12,15 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from accumext.tensors.checks import (
-    dtype_name,
-    fail_type,
-    fail_value,
-    integer,
-    lengths_tensor,
-    message,
-    type_name,
-)
+from accumext.tensors.checks import dtype_name, fail_type, fail_value, message, type_name
 from accumext.tensors.torch_private import tree_leaves, tree_map, write_count
 
 # A tensor, None, or any nesting of tuples, lists, dicts and dataclasses of them.
@@ -33,10 +25,10 @@ def leaves(state: State) -> list[Any]:
         return [state]
     if type(state) in (tuple, list):
         return [leaf for part in state for leaf in leaves(part)]
-    found: list[Any] = []
+    entries: list[Any] = []
     for leaf in tree_leaves(state):
-        found += leaves(_field_values(leaf)) if _has_fields(leaf) else [leaf]
-    return found
+        entries += leaves(_field_values(leaf)) if _has_fields(leaf) else [leaf]
+    return entries
 
 
 def map_leaves(function: Callable[[Any], Any], state: State) -> State:
@@ -185,28 +177,6 @@ def check_unwritten(op: str, name: str, what: str, given: list[Tensor], counts: 
             raise RuntimeError(message(op, name, contract, got, advice))
 
 
-def within_length_of(
-    op: str, lengths: Any, shape: tuple[int, int], device: torch.device, whose: str
-) -> Tensor:
-    """Check the argument `lengths`, and return which steps are within them, bool [T, B]."""
-    steps, batch = shape
-    lengths = lengths_tensor(op, "lengths", lengths, device)
-    if list(lengths.shape) != [batch]:
-        fail_value(op, "lengths", f"have shape {[batch]}", list(lengths.shape))
-    if lengths.device != device:
-        fail_value(op, "lengths", f"be on {whose}, {device}", lengths.device)
-    if lengths.device.type == "cpu" and ((lengths < 0) | (lengths > steps)).any():
-        fail_value(op, "lengths", f"be in [0, {steps}]", lengths.tolist())
-    return torch.lt(torch.arange(steps, device=device)[:, None], lengths)
-
-
-def batch_dim_of(op: str, value: Any) -> int:
-    """Check the argument `batch_dim`, and return it; 0 if it is None."""
-    if value is not None and integer(op, "batch_dim", value) < 0:
-        fail_value(op, "batch_dim", "be at least 0", value)
-    return int(value or 0)
-
-
 def check_batch_dim(op: str, state: State, batch: int, batch_dim: int | None) -> None:
     """Raise unless the tensors of a state have the batch in `batch_dim`. If that is None, it must
     be in dimension 0, and no other dimension may have its size, but for the last one."""
@@ -218,7 +188,7 @@ def check_batch_dim(op: str, state: State, batch: int, batch_dim: int | None) ->
     inner = range(1, min(map(len, shapes), default=1) - 1)
     others = [dim for dim in inner if all(shape[dim] == batch for shape in shapes)]
     if batch_dim is None and others and batch > 1:
-        contract = f"be given where dimensions 0 and {others[0]} may both be the batch of {batch}"
+        contract = f"be given if dimensions 0 and {others[0]} may both be the batch of {batch}"
         fail_value(op, "batch_dim", contract, f"a state of shape {list(shapes[0])}")
 
 

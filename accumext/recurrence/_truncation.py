@@ -36,29 +36,6 @@ class Truncation:
     cuts: bool = False  # gradients are cut somewhere, so the returned state is detached
     period: int | None = None  # steps between cuts of all rows if k1 = k2; else None
 
-    @staticmethod
-    def of(op: str, k1: Any, k2: Any, truncation: Any, clip: Any = None) -> Truncation:
-        """Check the arguments, and return them. Warn of k1 without k2, which has no effect."""
-        one_of(op, "truncation", truncation, TRUNCATIONS)
-        random = truncation == "random"
-        k1 = None if k1 is None else positive_int(op, "k1", k1)
-        k2 = None if k2 is None else positive_int(op, "k2", k2)
-        if random and k1 is not None:
-            fail_value(op, "k1", "be None where cuts are random", k1)
-        if random and (k2 is None or k2 < 2):
-            fail_value(op, "k2", "be at least 2, the mean of steps between random cuts", k2)
-        if k2 is not None and not random:
-            k1 = k2 if k1 is None else k1
-            if k2 < k1:
-                fail_value(op, "k2", "be at least k1", f"k1={k1}, k2={k2}")
-        if clip is not None and number(op, "state_grad_clip", clip) <= 0:
-            fail_value(op, "state_grad_clip", "be greater than 0", clip)
-        if k1 is not None and k2 is None:
-            text = f"{op}: k1={k1} has no effect without k2: the gradient flows all the way back. "
-            advice = f"Pass k2={k1} to truncate it, or leave k1 out"
-            warnings.warn(text + advice, stacklevel=users_level())
-        return Truncation(k1, k2, random, clip, k2 is not None, k2 if k1 == k2 else None)
-
     def spans(self, steps: int) -> list[tuple[int, int, int]]:
         """Return (begin, counting, end): losses of steps [counting, end) flow back to step `begin`.
 
@@ -90,7 +67,30 @@ class Truncation:
         return StateGradientGate(factors, self.clip)
 
 
-WHOLE = Truncation()  # exact gradients
+def truncation_from(op: str, k1: Any, k2: Any, truncation: Any, clip: Any = None) -> Truncation:
+    """Check the arguments, and return them. Warn of k1 without k2, which has no effect."""
+    one_of(op, "truncation", truncation, TRUNCATIONS)
+    random = truncation == "random"
+    k1 = None if k1 is None else positive_int(op, "k1", k1)
+    k2 = None if k2 is None else positive_int(op, "k2", k2)
+    if random and k1 is not None:
+        fail_value(op, "k1", "be None if cuts are random", k1)
+    if random and (k2 is None or k2 < 2):
+        fail_value(op, "k2", "be at least 2, the mean of steps between random cuts", k2)
+    if k2 is not None and not random:
+        k1 = k2 if k1 is None else k1
+        if k2 < k1:
+            fail_value(op, "k2", "be at least k1", f"k1={k1}, k2={k2}")
+    if clip is not None and number(op, "state_grad_clip", clip) <= 0:
+        fail_value(op, "state_grad_clip", "be greater than 0", clip)
+    if k1 is not None and k2 is None:
+        text = f"{op}: k1={k1} has no effect without k2: the gradient flows all the way back. "
+        advice = f"Pass k2={k1} to truncate it, or leave k1 out"
+        warnings.warn(text + advice, stacklevel=users_level())
+    return Truncation(k1, k2, random, clip, k2 is not None, k2 if k1 == k2 else None)
+
+
+NO_TRUNCATION = Truncation()  # exact gradients
 
 
 @dataclass

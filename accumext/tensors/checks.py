@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import numbers
 import operator
@@ -80,14 +81,18 @@ def type_name(value: object) -> str:
     return type(value).__name__
 
 
-def integer(op: str, argument: str, value: Any) -> int:
-    """Return an int, also from a type such as numpy's; not from a tensor, perhaps on a device."""
+def integer(op: str, argument: str, value: Any, low: int | None = None) -> int:
+    """Return an int of at least `low`, also from a type such as numpy's; not from a tensor, perhaps
+    on a device."""
+    count = None
     if not isinstance(value, (bool, Tensor)):
-        try:
-            return operator.index(value)
-        except TypeError:
-            pass
-    fail_type(op, argument, "be an int", type_name(value))
+        with contextlib.suppress(TypeError):
+            count = operator.index(value)
+    if count is None:
+        fail_type(op, argument, "be an int", type_name(value))
+    if low is not None and count < low:
+        fail_value(op, argument, f"be at least {low}", count)
+    return count
 
 
 def token_tensor(
@@ -111,19 +116,20 @@ def lengths_tensor(op: str, argument: str, value: Any, device: torch.device) -> 
 
 def positive_int(op: str, argument: str, value: Any) -> int:
     """Return an int of at least 1."""
-    count = integer(op, argument, value)
-    if count < 1:
-        fail_value(op, argument, "be at least 1", count)
-    return count
+    return integer(op, argument, value, 1)
 
 
-def number(op: str, argument: str, value: Any, low: float = -math.inf) -> float:
-    """Return a real number of at least `low`, of Python or a library such as numpy; refuse NaN."""
+def number(
+    op: str, argument: str, value: Any, low: float = -math.inf, high: float = math.inf
+) -> float:
+    """Return a real number in [low, high], of Python or a library such as numpy; refuse NaN."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         fail_type(op, argument, "be a number", type_name(value))
     if math.isnan(value) or value < low:
         bound = "not be NaN" if low == -math.inf else f"be at least {low:g}"
         fail_value(op, argument, bound, value)
+    if float(value) > high:
+        fail_value(op, argument, f"be at most {high:g}", value)
     return float(value)
 
 

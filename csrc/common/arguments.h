@@ -1,5 +1,5 @@
 // The tensors of a call as kernels see them, checked. Errors are not described here: the Python
-// function gets the text from accumext/tensors/checks.py, so that all backends give the same one.
+// function gets the text from accumext/ops/_contracts.py, so that all backends give the same one.
 #pragma once
 
 #include <torch/csrc/stable/tensor.h>

@@ -131,7 +131,7 @@ def test_sharded_modules_that_are_refused(rank, world):
     model.embedding.max_norm = 1.0
     fully_shard(model.embedding)
     assert refused(model) == (
-        "ValueError: decode_loss: embedding must have no max_norm where it is sharded, for what "
+        "ValueError: decode_loss: embedding must have no max_norm if it is sharded, for what "
         "lookups write would be lost, got 1.0"
     )
     assert is_resharded(model.embedding)

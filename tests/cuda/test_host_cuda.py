@@ -37,7 +37,6 @@ SELECTIONS = {
         "decoder/test_decode_loss_options.py": (
             "(everything_at_once and (lstm or gru_cell)) or one_leaf"
         ),
-        "decoder/test_decode_loss_truncation.py": "test",
     },
     "lists": {
         "ops/test_accumulate.py": "pair or slices or strided or strides or is_left",

@@ -289,7 +289,7 @@ def test_rows_cannot_be_reset_to_less_than_the_others_hold():
     resets = torch.zeros(4, 3, dtype=torch.bool)
     resets[2, 1] = True
     call = (parts.embedding, parts.cell, parts.head, torch.zeros(4, 3, dtype=torch.int64))
-    with raises(ValueError, "cell must keep the shapes of its state where rows are reset, got"):
+    with raises(ValueError, "cell must keep the shapes of its state if rows are reset, got"):
         accumext.decode_loss(
             *call, parts.state, feedback="greedy", context=parts.context, resets=resets
         )

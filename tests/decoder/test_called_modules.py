@@ -17,6 +17,7 @@ from support.decoding import (
     VOCABULARY,
     check,
     options,
+    parts_of,
     raises,
     run,
     targets_with_holes,
@@ -28,6 +29,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import accumext
 from accumext.decoder._module_calls import formula_weights
+from accumext.decoder._rnn_weights import rnn_weights_of
 from accumext.tensors import torch_private as private
 
 Part = Callable[[nn.Module], Any]
@@ -151,7 +153,7 @@ def changed(way: Part, module: nn.Module) -> Iterator[None]:
 def leaves_of(decoder: Decoder) -> list[Tensor]:
     modules = (decoder.embedding, decoder.cell, decoder.head)
     found = {id(p): p for module in modules for p in module.parameters()}
-    return [*found.values(), decoder.state]
+    return [*found.values(), *parts_of(decoder.state)]
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # tokens have no gradient
@@ -180,6 +182,29 @@ def test_every_option_where_embedding_or_head_is_called(tied, parts, kind, call)
         getattr(decoder, part).register_forward_hook(lambda m, a, y: y / 2)
     arguments = options(call)
     check(decoder, None if "steps" in arguments else targets, arguments, upstream=-0.3)
+
+
+def test_parametrized_weights_are_read():
+    """By the kernels: weight_norm keeps no buffer."""
+    decoder = make_decoder("lstm")
+    nn.utils.parametrizations.weight_norm(decoder.cell, "weight_hh_l0")
+    nn.utils.parametrizations.weight_norm(decoder.head)
+    assert rnn_weights_of(decoder.cell, torch.float64) is not None
+    decoder.leaves = leaves_of(decoder)
+    check(decoder, targets_with_holes(), {"feedback": "greedy"})
+
+
+def test_a_cell_with_projections_is_called():
+    decoder = make_decoder("lstm")
+    decoder.cell = nn.LSTM(5, 8, proj_size=5, dtype=torch.float64)
+    decoder.state = torch.randn(1, 3, 5).double(), torch.randn(1, 3, 8).double()
+
+    def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        output, state = decoder.cell(x[None], state)
+        return output[0], state
+
+    decoder.step, decoder.leaves = step, [*decoder.cell.parameters()]
+    check(decoder, targets_with_holes(), {"feedback": "greedy"})
 
 
 class Adapter(nn.Module):

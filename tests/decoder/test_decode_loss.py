@@ -11,6 +11,7 @@ from support.decoding import (
     EVERY_OPTION,
     EXACT,
     FEEDBACKS,
+    VOCABULARY,
     check,
     options,
     run,
@@ -68,6 +69,22 @@ def test_gradcheck(called, steps, call):
 
     leaves = (decoder.state, decoder.embedding.weight, decoder.head.weight, decoder.head.bias)
     assert torch.autograd.gradcheck(loss, tuple(t.detach().requires_grad_() for t in leaves))
+
+
+# k1 and k2: every step, overlapping windows, windows longer than the sequence.
+PERIODS = [(1, 1), (1, 2), (1, 7), (2, 2), (2, 5), (3, 4), (4, 8), (5, 11), (8, 8), (20, 20)]
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["module", "callable"])
+@pytest.mark.parametrize("periods", PERIODS, ids=lambda p: f"k1={p[0]},k2={p[1]}")
+def test_truncation_is_that_of_the_definition(periods, called):
+    """Every window runs again from a detached state; of sequences that windows divide, and not."""
+    for steps, feedback in ((1, "teacher"), (8, "greedy"), (17, "teacher")):
+        decoder = make_decoder("lstm_cell", tied=True)
+        call = {"feedback": feedback, "k1": periods[0], "k2": periods[1]}
+        call["lengths"] = torch.randint(1, steps + 1, (BATCH,))
+        targets = torch.randint(VOCABULARY, (steps, BATCH))
+        check(decoder, targets, call, wrapped(decoder) if called else None)
 
 
 @pytest.mark.parametrize("option", EVERY_OPTION)

@@ -85,7 +85,7 @@ def test_a_tied_head_is_not_renormalised_between_steps():
     decoder = limited("gru_cell", tied=True)
     before = decoder.embedding.weight.detach().clone()
     text = (
-        "embedding must have no max_norm where the head shares its weight and predictions are fed, "
+        "embedding must have no max_norm if the head shares its weight and predictions are fed, "
         "got 0.5. Renormalise the weight before the call: weight.renorm_(2, 0, max_norm)"
     )
     for head in (decoder.head, (decoder.embedding.weight[:VOCABULARY], None)):

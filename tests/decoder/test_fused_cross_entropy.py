@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
-from support.decoding import run
+from support.decoding import lstm_runs_in_autocast, run
 
 # The error that a gradient may have over plain PyTorch's, relative to its norm. float32: 40
 # roundings, in sums of another order and exponentials within two units in the last place, over a
@@ -49,16 +49,6 @@ def groups(decoder: Decoder) -> dict[str, list[int]]:
     return {name: [ids.index(id(t)) for t in given] for name, given in named.items()}
 
 
-def runs_in_bfloat16(module: torch.nn.Module) -> bool:
-    """Tell whether torch can run a module under autocast on this processor."""
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            module(torch.zeros(1, 1, 2))
-    except RuntimeError:
-        return False
-    return True
-
-
 WEIGHT = torch.linspace(0.5, 2.0, WORDS)
 FAVOURED = torch.full((STEPS, BATCH), 7)
 # A loss scale over a mean of many tokens neither overflows nor underflows; a favoured word has
@@ -86,7 +76,7 @@ def test_no_worse_than_plain(case, mode):
     those of float64 on the rounded operands, wherever that is clear."""
     (dtype, extra, context), call = settings(mode), {"feedback": "greedy", **case}
     kind, scale, above = call.pop("kind", "gru_cell"), call.pop("scale", 1.0), call.pop("above", 0)
-    if (kind, mode) == ("lstm", "autocast") and not runs_in_bfloat16(torch.nn.LSTM(2, 2)):
+    if (kind, mode) == ("lstm", "autocast") and not lstm_runs_in_autocast():
         pytest.skip("torch's own LSTM has no bfloat16 on this processor")
     shape = SHAPE | {name: call.pop(name) for name in SHAPE if name in call}
     decoder = make_decoder(kind, dtype=dtype, **shape)

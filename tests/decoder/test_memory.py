@@ -14,14 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import accumext
 from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory, _plan
-from accumext.decoder._plan import (
-    HeadRows,
-    Plan,
-    backward_steps,
-    fill_budget,
-    keeps_graph,
-    plan_from,
-)
+from accumext.decoder._plan import HeadRows, Plan, fill_budget, keeps_graph, plan_from
 from accumext.decoder._precision import Dtypes
 from accumext.decoder._rnn_weights import rnn_weights_of
 
@@ -191,15 +184,23 @@ def test_without_a_budget_there_are_enough_whole_steps(steps, batch, logits, exp
     assert plan.logit_rows == ROWS.logits
 
 
+FLOATS = Dtypes(*[torch.float32] * 4)
+HALVES = FLOATS._replace(exps=torch.bfloat16)
+
+
+def plan_of(budget: int | None = None, **call: Any) -> Plan:
+    """The plan of 4096 steps of 16 rows, 2000 words."""
+    given = {"shape": (4096, 16), "words": 2000, "dtypes": FLOATS, "device": "cpu", "rnn": None}
+    return plan_from(
+        budget, **{**given, "free_running": True, "gradients_in_forward": True, **call}
+    )
+
+
 @given(st.sampled_from(["cpu", "cuda", "meta"]), st.integers(0, 5000))
 def test_the_cells_backward_pass_takes_the_fewest_steps_that_are_enough(device, batch):
     wanted = 2048 if device == "cuda" else 256
     needed = next(n for n in range(1, wanted + 1) if n * max(1, batch) >= wanted)
-    assert backward_steps(device, batch) == needed
-
-
-FLOATS = Dtypes(*[torch.float32] * 4)
-HALVES = FLOATS._replace(exps=torch.bfloat16)
+    assert plan_of(device=device, shape=(1, batch)).backward_steps == needed
 
 
 @pytest.mark.parametrize(
@@ -245,21 +246,19 @@ HALVES = FLOATS._replace(exps=torch.bfloat16)
 )
 def test_sizes_of_a_call(call, rows, logit_rows, kept):
     """Of 4096 steps of 16 rows, 2000 words, 4 units."""
-    given = {"device": "cpu", "free_running": True, "gradients_in_forward": True, **call}
+    given = {"device": "cpu", "gradients_in_forward": True, **call}
     kind, units, layers = given.pop("kind", None), given.pop("units", 4), given.pop("layers", 1)
     rnn = None
     if kind is not None:
         rnn = rnn_weights_of(kind(3, units, layers), torch.float32, torch.float32)
-    budget = given.pop("budget", None)
-    given = {"shape": (4096, 16), "words": 2000, "dtypes": FLOATS, "rnn": rnn, **given}
-    plan = plan_from(budget, **given)
+    budget, batch = given.pop("budget", None), given.get("shape", (4096, 16))[1]
+    plan = plan_of(budget, rnn=rnn, **given)
     assert (plan.rows, plan.logit_rows, plan.pre_activation_bytes) == (rows, logit_rows, kept)
     assert plan.bounded == (budget is not None)
     assert plan.gradients_in_forward == given["gradients_in_forward"]
     # Twice as many where pre-activations are kept: of a step, half as much is formed.
-    assert plan.backward_steps == backward_steps(given["device"], given["shape"][1]) * (
-        1 + (kept > 0)
-    )
+    alone = plan_of(device=given["device"], shape=(1, batch)).backward_steps
+    assert plan.backward_steps == alone * (1 + (kept > 0))
 
 
 def test_graphs_that_are_kept_take_sixteen_mebibytes():

@@ -11,7 +11,7 @@ import accumext
 from accumext._peak_memory import peak_memory
 from accumext.decoder import _memory
 from accumext.decoder._call import Call
-from accumext.recurrence import Truncation
+from accumext.recurrence import truncation_from
 
 # Of the measured peak: vectors of a number per row. PyTorch's own kernels have temporaries of their
 # own, such as a step's gates and converted slices of a head in half precision.
@@ -118,7 +118,7 @@ def test_weights_are_transposed_but_on_a_cpu(kind, layers, bias, monkeypatch):
     units, gates = 256, 3 if kind is nn.GRU else 1
     parts = nn.Embedding(30, 8), kind(8, units, layers, bias=bias), nn.Linear(units, 30)
     on_cpu = accumext.decode_memory(*parts, (4, 2), feedback="greedy")
-    monkeypatch.setattr(_memory, "HANDED_OUT", ())
+    monkeypatch.setattr(_memory, "PRE_ACTIVATION_DEVICES", ())
     elsewhere = accumext.decode_memory(*parts, (4, 2), feedback="greedy")
     assert elsewhere - on_cpu == layers * gates * units * units * 4
 
@@ -139,7 +139,7 @@ def test_weights_are_transposed_but_on_a_cpu(kind, layers, bias, monkeypatch):
     ],
 )
 def test_steps_whose_graph_exists_at_once(steps, windows, longest):
-    truncation = Truncation.of("decode_loss", windows.get("k1"), windows.get("k2"), "fixed")
+    truncation = truncation_from("decode_loss", windows.get("k1"), windows.get("k2"), "fixed")
     tokens, unread = SimpleNamespace(steps=steps), SimpleNamespace()
     call = Call(unread, tokens, unread, truncation, unread, False)
     assert _memory.longest_segment(call) == longest

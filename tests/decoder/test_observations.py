@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.decode_oracle import Decoder, decode, make_decoder, relative_distance
-from support.decoding import (
-    BATCH,
-    EXACT,
-    SEED,
-    STEPS,
-    VOCABULARY,
-    batch_first,
-    turned,
-    wrapped,
-)
+from support.decoding import BATCH, EXACT, SEED, STEPS, VOCABULARY, batch_first, turned, wrapped
 from torch import Tensor, nn
 
 import accumext
@@ -195,13 +186,13 @@ FEW = torch.zeros(4, 3, dtype=torch.int64)
 X = torch.zeros(4, 3, WIDTH)
 with torch.inference_mode():
     INFERENCE = X.clone()
-WHERE = "where inputs are observations"
+WHERE = "if inputs are observations"
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inputs": None}, TypeError, "embedding must be an nn.Embedding or a floating-point tensor [V, E], got NoneType. "
      "None is for observations: pass them as floating-point inputs [T, B, E]"),
-    ({"inputs": FEW}, TypeError, "inputs must be a floating-point tensor [T, B, E] where embedding is None, got an int64 tensor"),
+    ({"inputs": FEW}, TypeError, "inputs must be a floating-point tensor [T, B, E] if embedding is None, got an int64 tensor"),
     ({"inputs": X.to(torch.complex64)}, TypeError,
-     "inputs must be a floating-point tensor [T, B, E] where embedding is None, got a complex64 tensor"),
+     "inputs must be a floating-point tensor [T, B, E] if embedding is None, got a complex64 tensor"),
     ({"embedding": nn.Embedding(7, WIDTH)}, TypeError,
      "inputs must be an integer tensor [T, B], got a float32 tensor. Observations [T, B, E] take embedding=None"),
     ({"inputs": X[..., 0]}, ValueError, "inputs must have shape [4, 3, E], got [4, 3]"),
@@ -214,7 +205,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
      "Pass inputs.to(torch.float32), or call it under torch.autocast"),
     ({"inputs": X.to("meta")}, TypeError,
      "inputs must hold numbers, got a meta tensor. accumext.decode_memory takes such tensors, for the memory of a call"),
-    ({"inputs": INFERENCE}, RuntimeError, "inputs must not be made in torch.inference_mode where it is to be used outside, "
+    ({"inputs": INFERENCE}, RuntimeError, "inputs must not be made in torch.inference_mode if it is to be used outside, "
      "got an inference tensor. Pass inputs.clone()"),
     ({"targets": FEW[0]}, ValueError, "targets must have shape [T, B], got [3]"),
     ({"targets": None, "steps": 4}, TypeError, f"targets must be an integer tensor [T, B] {WHERE}, got NoneType"),

@@ -1,6 +1,6 @@
 """The tokens of a decoder, against plain loops over log_softmax and lists of hypotheses."""
 
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.budget import examples
 from support.decode_oracle import CELLS, Decoder, decode, make_decoder
-from support.decoding import BATCH, EXACT, VOCABULARY, parts_of, wrapped
+from support.decoding import (
+    BATCH,
+    EXACT,
+    VOCABULARY,
+    lstm_runs_in_autocast,
+    parts_of,
+    wrapped,
+)
 from support.samples import assert_drawn, kept_shares
 from support.tensors import assert_equal
 from torch import Tensor
@@ -103,19 +110,6 @@ def test_greedy_and_samples_are_the_plain_loops(
     for part, its in zip(parts_of(out.state), parts_of(states[-1]), strict=True):
         torch.testing.assert_close(part, its.detach(), rtol=EXACT, atol=EXACT)
     assert not log_probs.requires_grad
-
-
-@cache
-def lstm_runs_in_autocast() -> bool:
-    """Whether torch itself can: on a processor without AVX-512 it raises, where cells do not."""
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            torch.nn.LSTM(2, 2)(torch.ones(1, 1, 2))
-    except RuntimeError as error:
-        if "primitive descriptor" not in str(error):
-            raise
-        return False
-    return True
 
 
 @pytest.mark.parametrize("search", SEARCHES)

@@ -405,6 +405,21 @@ def test_backward_again_on_a_retained_graph():
         loss.backward()
 
 
+def test_fn_may_take_gradients_of_its_own():
+    """Such as a gradient penalty."""
+    model, (x, _) = Model(), batch()
+
+    def fn(rows: torch.Tensor) -> torch.Tensor:
+        rows = rows.detach().requires_grad_()
+        outputs = model.head(model.trunk(rows)).square()
+        (slope,) = torch.autograd.grad(outputs.sum(), rows, create_graph=True)
+        return outputs.mean() + slope.square().mean()
+
+    losses = fn(x), accumext.chunked_loss(fn, x, chunks=5)
+    gradients = [list(torch.autograd.grad(loss, list(model.parameters()))) for loss in losses]
+    assert relative_distance(*gradients) < EXACT
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 def test_a_function_made_inside_of_a_compiled_one():

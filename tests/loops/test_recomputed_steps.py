@@ -31,11 +31,7 @@ def counted_steps(
         assert sizes.graph == 8  # the cosine's argument
         return Plan(4, None)
 
-    return (
-        RecomputedSteps(NOTHING, step, steps, CPU, plan, choose, **options),
-        ran,
-        weight,
-    )
+    return (RecomputedSteps(NOTHING, step, steps, CPU, plan, choose, **options), ran, weight)
 
 
 def gradient(steps: int) -> float:

@@ -209,7 +209,7 @@ def test_a_tensor_that_lies_where_an_earlier_one_did():
 
 
 KEEPS_GRAPH = (
-    "must keep no tensor with a graph from one call to the next where k1 < k2, got one of shape "
+    "must keep no tensor with a graph from one call to the next if k1 < k2, got one of shape "
     r"\[\d, 4\]. Hand it on in the state, pass it as context, or detach it$"
 )
 

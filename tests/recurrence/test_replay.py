@@ -150,7 +150,7 @@ def by_func(energy: Callable[[Tensor], Tensor], h: Tensor) -> Tensor:
 @pytest.mark.parametrize("how", [by_autograd, by_func])
 def test_a_step_that_takes_gradients_inside_of_itself(how, way, options):
     op, name = ("decode_loss", "cell") if way == "decoded" else ("rollout", "step")
-    text = f"^{op}: {name} must take no gradients inside of itself where steps run again, got "
+    text = f"^{op}: {name} must take no gradients inside of itself if steps run again, got "
     with pytest.raises(RuntimeError, match=text):
         getattr(World(partial(Differentiates, how)), way)(**options)
     kind = partial(Differentiates, how)

@@ -141,12 +141,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"resets": [True]}, TypeError, "resets must be a bool tensor [T, B], got list"),
     ({"resets": MASK.t()}, ValueError, "resets must have shape [6, 3], got [3, 6]"),
     ({"resets": MASK.to("meta")}, ValueError, "resets must be on {whose}, cpu, or on a CPU, got meta"),
-    ({"state": None}, ValueError, "state must be given where rows are reset to it, got None"),
+    ({"state": None}, ValueError, "state must be given if rows are reset to it, got None"),
     ({"state": torch.zeros(BATCH, BATCH, 4)}, ValueError,
-     "batch_dim must be given where dimensions 0 and 1 may both be the batch of 3, got a state of shape [3, 3, 4]"),
+     "batch_dim must be given if dimensions 0 and 1 may both be the batch of 3, got a state of shape [3, 3, 4]"),
     ({"batch_dim": -1}, ValueError, "batch_dim must be at least 0, got -1"),
     ({"step": lambda x, h: (x * ONE, torch.cat([h, h], 1))}, ValueError,
-     "step must keep the shapes of its state where rows are reset, got [3, 10] after [3, 5]. "
+     "step must keep the shapes of its state if rows are reset, got [3, 10] after [3, 5]. "
      "Keep a cache as long as it gets, and how much of it each row has, [B]"),
 ]  # fmt: skip
 

@@ -197,7 +197,7 @@ def test_complex_states_are_pairs_of_numbers(call):
 
 def test_a_gate_leaves_the_gradient_alone_that_a_step_asks_for():
     """Of its own state, as one that descends an energy does: only what passes is cut."""
-    truncation = _truncation.Truncation.of("rollout", None, 2, "random")
+    truncation = _truncation.truncation_from("rollout", None, 2, "random")
     gate = truncation.gate(64, 1, torch.empty((), dtype=torch.float64))
     state = torch.ones(3, dtype=torch.float64, requires_grad=True)
     step = next(t for t in range(64) if gate.factors is not None and gate.factors[t] == 2)

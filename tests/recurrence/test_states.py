@@ -65,7 +65,7 @@ def test_rows_are_those_of_the_batch_dimension(batch, option):
     text = "state must hold tensors with the batch in dimension 0 to be frozen by row, got "
     text += "shape [3, 2, 5]. Pass batch_dim=1 if it is there"
     if batch == 3:
-        text = "batch_dim must be given where dimensions 0 and 1 may both be the batch of 3, got "
+        text = "batch_dim must be given if dimensions 0 and 1 may both be the batch of 3, got "
         text += "a state of shape [3, 3, 5]"
     with raises(ValueError, text):
         accumext.decode_loss(*call, **options)

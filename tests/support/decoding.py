@@ -4,6 +4,7 @@ that comes out with the plain loop."""
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -294,3 +295,16 @@ def check(
         )
         assert relative_distance(list(found), wants) < EXACT
     return out
+
+
+@cache
+def lstm_runs_in_autocast() -> bool:
+    """Whether torch itself can: on a processor without AVX-512 it raises, but cells do not."""
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(2, 2)(torch.ones(1, 1, 2))
+    except RuntimeError as error:
+        if "primitive descriptor" not in str(error):
+            raise
+        return False
+    return True

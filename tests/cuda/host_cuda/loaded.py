@@ -29,7 +29,7 @@ def _mm_dtype_out(self: Tensor, mat2: Tensor, out_dtype: torch.dtype, *, out: Te
 
 _ATEN.impl("mm.dtype_out", _mm_dtype_out, "CPU")
 torch.ops.load_library(_PATH)
-_plan.HANDED_OUT = ()  # launchers hand out no pre-activations
+_plan.PRE_ACTIVATION_DEVICES = ()  # launchers hand out no pre-activations
 _library = ctypes.CDLL(_PATH)
 
 
