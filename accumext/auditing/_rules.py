@@ -455,18 +455,18 @@ def _half_error(fit: Fit) -> tuple[float, float]:
 
 
 def determinism(record: Record) -> Found:
-    """Two runs of the same windows that differ."""
+    """Report the first backward pass whose gradient differs from that of an earlier run."""
     before = record.before.events if record.before else ()
     pairs = zip(only(before, Pass), only(record.events, Pass), strict=False)
     for number, (a, b) in enumerate(pairs, 1):
         size = float(a.gradient.nan_to_num(0.0, 0.0, 0.0).norm())
-        apart = float((a.gradient - b.gradient).norm()) / (size or 1.0)
         if not a.gradient.allclose(b.gradient, 0.0, _SAME_BITS * size, equal_nan=True):
-            yield Said(
-                "determinism.differs", number, b.where,
-                f"the gradient of backward pass {number} is about {apart:.1g} from that of the "
-                "first run, relative to it",
-            )  # fmt: skip
+            runs = [run for run, one in (("first", a), ("second", b)) if not finite(one.gradient)]
+            apart = float((a.gradient - b.gradient).norm()) / (size or 1.0)
+            how = f"about {apart:.1g} from that of the first run, relative to it"
+            how = f"not finite in the {' and the '.join(runs)} run" if runs else how
+            evidence = f"the gradient of backward pass {number} is {how}"
+            yield Said("determinism.differs", number, b.where, evidence)
             return
 
 
