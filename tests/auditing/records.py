@@ -7,7 +7,7 @@ test chooses.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,6 @@ from accumext.auditing._events import (
     view_of,
 )
 from accumext.auditing._judge import judge
-
-Build = Callable[[], Record]
 
 NAMES = ("weight", "bias", "other")
 BOTH, OTHER = frozenset({0, 1}), frozenset({2})
@@ -124,11 +122,18 @@ def step(used: Tensor | None, **changes: Any) -> Stepped:
     return replace(one, **changes)
 
 
+def stepped(
+    of: Sequence[Pass], *between: Event, factors: float | Sequence[float] = 1.0, **changes: Any
+) -> list[Event]:
+    """Passes, what comes between, and a step on the sum of the passes."""
+    return [*of, *between, step(total(of, factors), **changes)]
+
+
 def window(
     of: Sequence[Pass], factors: float | Sequence[float] = 1.0, **changes: Any
 ) -> list[Event]:
     """Passes, a step on their sum, and `zero_grad`."""
-    return [*of, step(total(of, factors), **changes), call("zero_grad")]
+    return [*stepped(of, factors=factors, **changes), call("zero_grad")]
 
 
 def after_each(of: Sequence[Pass], *events: Event) -> list[Event]:

@@ -69,8 +69,8 @@ RULES = {
 )
 def test_a_mistake_is_all_that_is_said(case, asks):
     """Its id, its line, its value, words of its evidence; and a question where it may be meant"""
-    id, value, where, build, *words = case
-    judgement = judge(build())
+    id, value, where, one, *words = case
+    judgement = judge(one)
     found = judgement.questions if asks else judgement.findings
     assert [(one.id, one.where) for one in found] == [(id, where)]
     assert (judgement.findings if asks else judgement.questions) == ()
@@ -87,12 +87,12 @@ def test_a_mistake_is_all_that_is_said(case, asks):
 
 
 @pytest.mark.parametrize(
-    "build",
-    [build for of_id in NEIGHBOURS.values() for build in of_id.values()],
+    "one",
+    [one for of_id in NEIGHBOURS.values() for one in of_id.values()],
     ids=[f"{id}-{words}" for id, of_id in NEIGHBOURS.items() for words in of_id],
 )
-def test_a_neighbour_of_a_mistake_is_none(build):
-    assert said(build()) == ()
+def test_a_neighbour_of_a_mistake_is_none(one):
+    assert said(one) == ()
 
 
 # --- evidence -------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ def test_ids_are_words_and_kinds_have_names_and_cures():
 def test_every_rule_has_a_case():
     silent = [
         name for name, rule in RULES.items()
-        if not any(list(rule(case[3]())) for case, _ in CASES)
+        if not any(list(rule(case[3])) for case, _ in CASES)
     ]  # fmt: skip
     assert silent == []
 
