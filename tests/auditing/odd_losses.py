@@ -9,21 +9,7 @@ import math
 
 import audited
 import torch
-from audited import (
-    N,
-    adam,
-    clipping,
-    copy_of,
-    follow,
-    network,
-    of_rows,
-    rows,
-    sgd,
-    slopes,
-    stepping,
-    train,
-    unwatched,
-)
+from audited import N, adam, copy_of, follow, network, of_rows, rows, slopes, stepping, train
 from cases import right
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -128,7 +114,7 @@ def diffusion_of_velocities(watch):
         return (ratio.clamp(max=5) / (ratio + 1) * losses).mean()
 
     return train(
-        watch, model, optimizer, rows(5 * N), loss_of, before=clipping(model, 1.0),
+        watch, model, optimizer, rows(5 * N), loss_of, before=audited.clipping(model, 1.0),
         after=lambda: follow(average, model, 0.001),
     )  # fmt: skip
 
@@ -156,8 +142,9 @@ def mean_teacher(watch):
     """Labelled rows and, with a weight that is ramped up, rows without labels, a pass each; the
     teacher is the student's average, moves once a step, and is the same for a whole window."""
     student = nn.Sequential(network(16, 32), nn.Dropout(0.2), nn.Linear(32, 8))
-    teacher, optimizer, batches = copy_of(student), sgd(student), audited.windows_of(rows(5 * N))
-    for step, window in enumerate(stepping(watch, student, optimizer, batches)):
+    teacher, windows = copy_of(student), audited.windows_of(rows(5 * N))
+    steps = stepping(watch, student, audited.sgd(student), windows)
+    for step, window in enumerate(steps):
         if step > 0:
             follow(teacher, student, max(0.05, 1 / step))
         weight = math.exp(-5 * (1 - min(1, step / 4)) ** 2)
@@ -250,7 +237,7 @@ def elastic_weights(watch, model, optimizer):
             (50 * sum((f * (p - before).square()).sum() for f, p, before in moved)).backward()
 
         batches = [(x.flip(1), y) for x, y in rows(5 * N)]
-        train(unwatched, model, optimizer, batches, before=penalty)
+        train(audited.unwatched, model, optimizer, batches, before=penalty)
 
 
 @right()

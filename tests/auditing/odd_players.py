@@ -8,21 +8,7 @@ import math
 
 import audited
 import torch
-from audited import (
-    LanguageModel,
-    N,
-    adam,
-    clipping,
-    copy_of,
-    follow,
-    network,
-    of_tokens,
-    pairs,
-    rows,
-    slopes,
-    stepping,
-    train,
-)
+from audited import N, adam, clipping, copy_of, network, of_tokens, rows, slopes, stepping, train
 from cases import right
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
@@ -157,9 +143,9 @@ def reversed_gradients(watch):
 def perturbed_embeddings(watch):
     """FGM: a second pass is made where the embedding is moved along its gradient, and both passes
     count; the embedding is put back before the step."""
-    model = LanguageModel()
+    model = audited.LanguageModel()
     table = model.embedding.weight
-    for tokens, targets in stepping(watch, model, adam(model), pairs(6)):
+    for tokens, targets in stepping(watch, model, adam(model), audited.pairs(6)):
         of_tokens(model(tokens)[0], targets).backward()
         kept = table.data.clone()
         table.data.add_(table.grad / table.grad.norm())
@@ -269,7 +255,7 @@ def sac(watch):
             of_temperature.zero_grad()
             (-temperature * (likely.detach() - 2).mean()).backward()
             of_temperature.step()
-            follow(targets, critics, 0.005)
+            audited.follow(targets, critics, 0.005)
 
 
 @right()

@@ -8,19 +8,7 @@ import math
 
 import audited
 import torch
-from audited import (
-    Decoder,
-    LanguageModel,
-    N,
-    adam,
-    clipping,
-    network,
-    of_tokens,
-    pairs,
-    sgd,
-    stepping,
-    train,
-)
+from audited import LanguageModel, N, adam, network, of_tokens, pairs, sgd, stepping, train
 from cases import right
 from torch import nn
 from torch.nn import functional as F
@@ -60,7 +48,7 @@ def chunks_of_a_sequence(watch):
 def scheduled_sampling(watch):
     """At each token a coin says whether the decoder is fed the target or its own argmax, more
     often its own from step to step."""
-    model, passes = Decoder(11), itertools.count()
+    model, passes = audited.Decoder(11), itertools.count()
 
     def loss_of(model, targets, hidden):
         share, token, loss = (
@@ -76,7 +64,7 @@ def scheduled_sampling(watch):
         return loss / len(targets)
 
     sentences = audited.sentences(5 * N, steps=8)
-    return train(watch, model, adam(model), sentences, loss_of, before=clipping(model, 1.0))
+    return train(watch, model, adam(model), sentences, loss_of, before=audited.clipping(model, 1.0))
 
 
 @right()

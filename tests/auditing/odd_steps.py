@@ -9,21 +9,7 @@ import warnings
 
 import audited
 import torch
-from audited import (
-    LanguageModel,
-    N,
-    adam,
-    network,
-    of_rows,
-    of_tokens,
-    pairs,
-    rows,
-    scaler_of,
-    sgd,
-    stepping,
-    train,
-    unwatched,
-)
+from audited import N, adam, network, of_rows, rows, scaler_of, sgd, stepping, train, unwatched
 from cases import right
 from torch import nn
 from torch.nn import functional as F
@@ -135,13 +121,13 @@ def as_many_rows_as_micro_batches(watch):
 def sparse_and_dense(watch):
     """SparseAdam for the embedding, whose gradient is sparse, and Adam for the rest: two optimizers
     of one model that step together."""
-    model = LanguageModel(sparse=True)
+    model = audited.LanguageModel(sparse=True)
     table = list(model.embedding.parameters())
     sparse = torch.optim.SparseAdam(table, lr=1e-2)
     dense = torch.optim.Adam([p for p in model.parameters() if p is not table[0]], lr=1e-3)
     with watch(model, dense):
-        for i, (tokens, targets) in enumerate(pairs(5 * N)):
-            (of_tokens(model(tokens)[0], targets) / N).backward()
+        for i, (tokens, targets) in enumerate(audited.pairs(5 * N)):
+            (audited.of_tokens(model(tokens)[0], targets) / N).backward()
             if (i + 1) % N == 0:
                 for optimizer in (sparse, dense):
                     optimizer.step()

@@ -3,22 +3,9 @@
 Each means what it computes, as in other odd_*.py.
 """
 
+import audited
 import torch
-from audited import (
-    N,
-    adam,
-    at_two_lines,
-    copy_of,
-    follow,
-    in_windows,
-    judged,
-    network,
-    of_rows,
-    rows,
-    sgd,
-    stepping,
-    train,
-)
+from audited import N, adam, copy_of, in_windows, judged, network, of_rows, rows, sgd, stepping
 from cases import BOTH, right
 from torch import nn
 from torch.nn import functional as F
@@ -80,13 +67,13 @@ def critic_of_two_signs(watch):
 @right()
 def last_micro_batch_at_a_line_of_its_own(watch, model, optimizer):
     """DDP's `no_sync` around all but the last; each loss is divided by what its window holds."""
-    return at_two_lines(watch, model, optimizer, (4, 4, 2, 4))
+    return audited.at_two_lines(watch, model, optimizer, (4, 4, 2, 4))
 
 
 @right()
 def last_of_four_at_a_line_of_its_own(watch, model, optimizer):
     """The same, where all windows have four micro-batches."""
-    return at_two_lines(watch, model, optimizer, (4, 4, 4, 4))
+    return audited.at_two_lines(watch, model, optimizer, (4, 4, 4, 4))
 
 
 @right()
@@ -235,7 +222,7 @@ def one_cycle_in_micro_batches(watch, model, optimizer):
     steps: it ends with the training."""
     batches = rows(6 * N)
     schedule = OneCycleLR(optimizer, 0.1, total_steps=len(batches))
-    return train(watch, model, optimizer, batches, end=lambda _: schedule.step(), windows=6)
+    return audited.train(watch, model, optimizer, batches, end=lambda _: schedule.step(), windows=6)
 
 
 @right("parameters.twice", told=BOTH)
@@ -275,7 +262,7 @@ def actor_that_starts_later(watch):
                 of_actor.zero_grad()
                 (-critic(actor(x)).mean()).backward()
                 of_actor.step()
-            follow(target, agent, 0.1)
+            audited.follow(target, agent, 0.1)
 
 
 @right(told=BOTH)

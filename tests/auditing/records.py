@@ -136,9 +136,11 @@ def window(
     return [*stepped(of, factors=factors, **changes), call("zero_grad")]
 
 
-def after_each(of: Sequence[Pass], *events: Event) -> list[Event]:
+def after_each(
+    of: Sequence[Pass], *events: Event, factors: float | Sequence[float] = 1.0
+) -> list[Event]:
     """Passes, the same events after each of them, and a step on their sum."""
-    return [*(e for one in of for e in (one, *events)), step(total(of))]
+    return [*(e for one in of for e in (one, *events)), step(total(of, factors))]
 
 
 def half_step(used: Tensor, error: float, once: float, factor: float = 1.0) -> Stepped:
@@ -231,11 +233,6 @@ def with_penalty(**changes: Any) -> Record:
     return record(window([backward(0.25, losses=both) for both in terms]))
 
 
-def clipped_between(*more) -> Record:
-    a, b = passes([0.5, 0.5])
-    return record(a, clip(), *more, b, clip(), step(random_sketch()))
-
-
 def scaled(*between, factor: float = 1 / SCALE, scale: float = SCALE, **changes) -> Record:
     """One micro-batch with a loss scale; something happens before its step."""
     of = [backward(scale=scale)]
@@ -270,12 +267,6 @@ def steps_at_the_end() -> Record:
     used[0][list(OTHER)] = used[1][list(BOTH)] = 0.0
     last = step(used[1], optimizer=1, present=OTHER)
     return record(own, through, step(used[0]), last, optimizers=(SGD, ADAM))
-
-
-def clipped_twice() -> Record:
-    """A clip to a quarter after each of two passes, whose gradients add up."""
-    a, b = passes([0.5, 0.5])
-    return record(a, clip(), b, clip(), step(total([a, b], [1 / 16, 1 / 4])))
 
 
 def graph(calls: int, size: int, classes: float = 0.5, **changes: Any) -> Record:

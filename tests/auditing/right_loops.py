@@ -5,20 +5,7 @@ import contextlib
 
 import audited
 import torch
-from audited import (
-    N,
-    adam,
-    in_windows,
-    judged,
-    network,
-    of_rows,
-    rows,
-    scaler_of,
-    sgd,
-    stepping,
-    train,
-    unwatched,
-)
+from audited import N, adam, judged, network, of_rows, rows, scaler_of, sgd, stepping, train
 from cases import right
 from torch import nn
 from torch.nn import functional as F
@@ -77,7 +64,7 @@ def amp_switched_off(watch):
 @right()
 def windows_that_grow(watch, model, optimizer):
     """A larger batch later in the training: windows of 1, 2, 4 and 8, each divided by its own."""
-    for window in stepping(watch, model, optimizer, in_windows(1, 2, 4, 8)):
+    for window in stepping(watch, model, optimizer, audited.in_windows(1, 2, 4, 8)):
         for x, y in window:
             (of_rows(model, x, y) / len(window)).backward()
 
@@ -229,7 +216,7 @@ def one_cycle(watch, model, optimizer):
     """A schedule in steps, made inside the block, whose first rate torch sets by a step."""
     with watch(model, optimizer):
         schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
-        train(unwatched, model, optimizer, after=lambda: schedule.step())
+        train(audited.unwatched, model, optimizer, after=lambda: schedule.step())
 
 
 @right()

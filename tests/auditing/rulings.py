@@ -27,8 +27,6 @@ from records import (
     backward,
     call,
     clip,
-    clipped_between,
-    clipped_twice,
     generator_and_critic,
     graph,
     half,
@@ -146,7 +144,8 @@ FINDINGS: list[tuple[Any, ...]] = [
     ("clip.before_unscale", SCALE, CLIP,
      scaled(clip(norm=SCALE * 3), call("unscale_"), through_scaler=True),
      "the norm 3072 that was clipped to 1", "loss scale 1024", "own is 3"),
-    ("clip.per_micro_batch", 2, CLIP, clipped_twice()),
+    ("clip.per_micro_batch", 2, CLIP,  # a clip to a quarter
+     record(after_each(passes([0.5] * 2), clip(), factors=[1 / 16, 1 / 4]))),
     ("clip.per_micro_batch", 3, CLIP, record(  # the most of all windows
         after_each(passes([0.5] * 2), clip()), call("zero_grad"),
         after_each(passes([1 / 3] * 3), clip()))),
@@ -199,7 +198,9 @@ QUESTIONS: list[tuple[Any, ...]] = [
     ("memory.growing", 3, LOOP, holding(0, 1, 2),
      "holds the graphs of 3 passes, 300 B where the first had 100 B"),
     ("memory.growing", 4, LOOP, holding(1, 0, 1, 2, 3)),
-    ("clip.per_micro_batch", 2, CLIP, clipped_between(), "clipped 2 times in a window, to 1"),
+    ("clip.per_micro_batch", 2, CLIP,  # what the step used is no sum of these
+     record(after_each(passes([0.5] * 2), clip())[:-1], step(random_sketch())),
+     "clipped 2 times in a window, to 1"),
     ("accumulation.varying", 2, LOOP,
      record(window(passes(QUARTERS)), window(passes([0.5] * 4))),
      "2 times the mean over the 4 micro-batches of window 2", "multiplied by 0.5"),

@@ -10,19 +10,7 @@ import itertools
 import audited
 import by_definition
 import torch
-from audited import (
-    SCALE,
-    N,
-    clipping,
-    judged,
-    network,
-    of_rows,
-    rows,
-    scaler_of,
-    sgd,
-    stepping,
-    train,
-)
+from audited import SCALE, N, judged, network, of_rows, rows, scaler_of, sgd, stepping, train
 from by_definition import Plain
 from cases import wrong
 from torch import Tensor, nn
@@ -128,7 +116,7 @@ def running_total_with_retain_graph(watch, model, optimizer):
 @wrong("clip.before_unscale", SCALE, at="clip_grad_norm_(")
 def clip_of_scaled_gradients(watch, model, optimizer):
     """AMP: clipped without `unscale_` before."""
-    return train(watch, model, optimizer, scaler=scaler_of(), before=clipping(model, 1.0))
+    return train(watch, model, optimizer, scaler=scaler_of(), before=audited.clipping(model, 1.0))
 
 
 @wrong("clip.per_micro_batch", 4, at="clip_grad_norm_(")

@@ -10,23 +10,7 @@ from typing import Any
 
 import audited
 import torch
-from audited import (
-    IGNORED,
-    Batch,
-    N,
-    at_two_lines,
-    in_windows,
-    judged,
-    network,
-    of_labels,
-    of_rows,
-    rows,
-    scaler_of,
-    sgd,
-    stepping,
-    train,
-    unwatched,
-)
+from audited import N, judged, network, of_labels, of_rows, rows, sgd, stepping, train, unwatched
 from by_definition import Plain
 from cases import wrong
 from torch import Tensor, nn
@@ -44,7 +28,7 @@ def epochs(
     watch: Any,
     model: nn.Module,
     optimizer: Any,
-    loader: Sequence[Batch],
+    loader: Sequence[audited.Batch],
     loss_of: Callable[..., Tensor] = of_rows,
     *,
     times: int = 3,
@@ -65,7 +49,7 @@ def divided(
     watch: Any, model: nn.Module, optimizer: Any, lengths: Sequence[int], divisors: Sequence[float]
 ) -> None:
     """Windows of so many micro-batches, each with a divisor of its own."""
-    windows = zip(in_windows(*lengths), divisors, strict=True)
+    windows = zip(audited.in_windows(*lengths), divisors, strict=True)
     for window, divisor in stepping(watch, model, optimizer, windows, windows=SEEN):
         for x, y in window:
             (of_rows(model, x, y) / divisor).backward()
@@ -160,7 +144,7 @@ def last_window_of_a_loss_of_ones_own(watch, model, optimizer):
 @wrong("accumulation.partial", REST / N)
 def last_window_at_two_lines(watch, model, optimizer):
     """The same with DDP, whose loop has a line for the last micro-batch of a window."""
-    return at_two_lines(watch, model, optimizer, (N, N, REST) * 2, divisor=N)
+    return audited.at_two_lines(watch, model, optimizer, (N, N, REST) * 2, divisor=N)
 
 
 @wrong("accumulation.varying", 1 / 3)
@@ -177,7 +161,7 @@ def least_share(_: Plain) -> float:
     """Of a window's labels in labels and fully masked rows, which all are divided by."""
     shares = []
     for window in audited.windows_of(audited.tagged(3 * N, MASKED)):
-        counts = torch.cat([(y != IGNORED).sum(1) for _, y in window])
+        counts = torch.cat([(y != audited.IGNORED).sum(1) for _, y in window])
         shares.append(float(counts.sum() / (counts.sum() + (counts == 0).sum())))
     return min(shares)
 
@@ -187,7 +171,7 @@ def masked_rows_that_count_one(watch, model, optimizer):
     """miles, which trains by RL: `mask.sum(1).clamp_min(1)` adds a label per fully masked row."""
     windows = audited.windows_of(audited.tagged(3 * N, MASKED))
     for window in stepping(watch, model, optimizer, windows):
-        divisor = sum((y != IGNORED).sum(1).clamp_min(1).sum() for _, y in window)
+        divisor = sum((y != audited.IGNORED).sum(1).clamp_min(1).sum() for _, y in window)
         for x, y in window:
             (of_labels(model, x, y, "sum") / divisor).backward()
 
@@ -317,7 +301,7 @@ def overflowing(
     growth_interval: int = 2000,
 ) -> Any:
     """AMP: sums over rows overflow at the scale's first value, and do not at a fourth of it."""
-    scaler = scaler_of(
+    scaler = audited.scaler_of(
         init_scale=2.0**127, growth_factor=4.0, backoff_factor=0.25, growth_interval=growth_interval
     )
 
