@@ -214,6 +214,10 @@ QUESTIONS: list[tuple[Any, ...]] = [
      record(window(passes([1.0] * 4, scale=SCALE), 1 / SCALE))),
     ("accumulation.divisor_missing", 4, LOOP, record(windows(1.0, 4, 4)),
      "4 times the mean over the 4 micro-batches of windows 1, 2", "multiplied by 1"),
+    ("accumulation.divisor_missing", 4, LOOP,  # or the second pass of a window is of another head
+     record(
+         windows(1.0, 4),
+         window([backward(), backward(gradient=random_sketch([0]), order=(0,))]))),
     ("accumulation.divided_by_more", 1 / 4, LOOP, record(window(passes(QUARTERS), 0.25))),
     ("accumulation.divided_by_more", 1 / 4, LOOP, record(window(passes([1 / 16] * 4)))),
     ("accumulation.divided_by_more", 0.4, LOOP, record(window(passes([0.1] * 4)))),
@@ -404,6 +408,7 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
     },
     "accumulation.divided_by_more": {
         "a mean within the tolerance": record(window(passes([0.2496] * 4))),
+        "a mean within that of half precision": record(window(passes([0.2425] * 4)), half=BOTH),
         "an average over windows": with_earlier(0.5, 1 / 8),
         "roots that are no numbers": record(own_sums(1 / 4, 3, 3, scalar=False)),
         "a mean of sums": record(window(passes(QUARTERS, COUNTS, reduction="sum"))),
