@@ -185,6 +185,7 @@ def nothing(*_: object) -> None:
 
 
 def clipping(model: nn.Module, max_norm: float) -> Callable[[], object]:
+    """A clip, to be done before a step."""
     return lambda: nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
