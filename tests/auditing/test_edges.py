@@ -389,6 +389,16 @@ def test_batch_norms_left_in_eval(frozen):
     assert told(audit) == ([] if frozen else [("modules.batchnorm_eval", 2)])
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["of all", "of their own"])
+def test_a_group_of_biases_that_decay(own):
+    """As the matrices do that are in it; a group of their own may have any rate"""
+    model = network()
+    kinds = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
+    groups = [{"params": kind} for kind in (kinds if own else [kinds[0] + kinds[1]])]
+    audit = train(accumext.audit, model, torch.optim.SGD(groups, lr=0.1, weight_decay=0.1))
+    assert told(audit) == ([] if own else [("optimizer.decay", 2)])
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_first_parameter_that_is_not_finite(lost):
     """By the order of the backward pass: of a gradient that is lost behind a layer, or within"""
