@@ -300,6 +300,10 @@ QUESTIONS: list[tuple[Any, ...]] = [
     ("precision.sum", 2.1e-3, STEP, half(2.1e-3, 1e-3)),
     ("precision.sum", 8e-3, STEP, half(8e-3, 1e-3, clip(), factor=0.25)),
     ("precision.sum", 4e-3, STEP, half(0.0, 1e-3, factor=1.004)),
+    ("precision.sum", 8e-3, STEP,
+     record(
+         of := [backward(scale=SCALE, count=None)],
+         half_step(total(of, 1 / SCALE), 8e-3, 1e-3, 1 / SCALE), half=BOTH)),
     ("truncation.distance", 0.1234, "train.py:5",
      record(truncated(0.1), truncated(0.1234), window([backward()])),
      "k1=5, k2=5 of 50 steps: 0.123 from the exact gradient"),
@@ -314,6 +318,7 @@ QUESTIONS: list[tuple[Any, ...]] = [
 NEIGHBOURS: dict[str, dict[str, Record]] = {
     "step.nonfinite": {
         "nan in a pass of others": record(other(gradient=with_nan()), window([backward()])),
+        "a step that has moved nothing": record(backward(), step(with_nan()), window([backward()])),
         "an infinite loss whose gradient is none": record(window([backward(value=math.inf)])),
     },
     "step.skipped": {
@@ -538,6 +543,8 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
     },
     "clip.empty": {
         "of gradients": record(stepped([backward()], clip(norm=0.5))),
+        "of none in one of two windows": record(
+            stepped([backward()], clip(0.0, filled=False)), stepped([backward()], clip(0.5))),
         "of gradients that are zeros": record(
             stepped([backward(gradient=0 * random_sketch())], clip(norm=0.0))),
     },
@@ -608,6 +615,7 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
     },
     "parameters.no_optimizer": {
         "of another optimizer": reached(0, 1, 2),
+        "of no module": reached(0, 1, 2, trained=BOTH, names=("weight", "bias", "parameter 2")),
         "before the first step": record(backward(order=(0, 1, 2)), trained=BOTH),
         "a loop of others alone": record(window([backward()]), trained=frozenset()),
     },
