@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 
 import torch
 
-from accumext.auditing._events import Pass, View, calls, is_call, only
+from accumext.auditing._events import Finding, Pass, View, calls, is_call, only
 from accumext.auditing._fit import Fit, Part, fits
 from accumext.auditing._sums import (
     Sum,
@@ -24,7 +24,7 @@ from accumext.auditing._sums import (
     sums_of,
     usual_size,
 )
-from accumext.auditing._words import Found, Said, numbered, several, some
+from accumext.auditing._words import Found, finding, numbered, several, some
 
 _ROUNDING_HALF = 0.05  # relative, of a factor, if gradients are of half precision
 
@@ -34,7 +34,7 @@ _ROUNDING_HALF = 0.05  # relative, of a factor, if gradients are of half precisi
 def factors(view: View) -> Found:
     """Report windows whose gradient is a multiple of the mean over their micro-batches."""
     every = _whole(view)
-    said = {kind: list[Said]() for kind in dict.fromkeys(one.kind for one in every)}
+    said = {kind: list[Finding]() for kind in dict.fromkeys(one.kind for one in every)}
     for kind, found in said.items():
         sums = [one for one in every if one.kind == kind]
         judged, unknown = ([one for one in sums if one.judged is known] for known in (True, False))
@@ -159,7 +159,7 @@ def _all_off(sums: list[Sum], columns: dict[str, list[float]]) -> Found:
 
 def _said(
     id: str, factors: list[float], sums: Sequence[Sum], asks: bool = True, full: int = 0
-) -> Said:
+) -> Finding:
     """Describe wrong factors; the one furthest from 1 is the value. `full`: the usual size."""
     worst = max(factors, key=lambda c: abs(math.log(abs(c) or 1e-9)))
     sizes = some(dict.fromkeys(str(one.size) for one in sums))
@@ -168,7 +168,7 @@ def _said(
     shown = some(dict.fromkeys(f"{c:.4g}" for c in factors), 4)
     known = "" if not sums[0].judged or sums[0].certain else "if each loss is a mean, "
     of = "the mean over" if sums[0].judged and means else "what a window of its size should have of"
-    return Said(
+    return finding(
         f"accumulation.{id}", worst, sums[0].kind,
         f"{known}the gradient is {shown} times {of} "
         f"the {sizes} {'micro-batch' if sizes == '1' else 'micro-batches'} of "
@@ -199,7 +199,7 @@ def weights(view: View) -> Found:
         if alike(masses) != alike(counts) and ratio > worst.get(id, (0.0,))[0]:
             worst[id] = ratio, one
     for id, (ratio, one) in worst.items():
-        yield Said(
+        yield finding(
             id, ratio, one.kind,
             f"micro-batches of {some([f'{n:g}' for n in one.counts()], 6)} targets: one target "
             f"weighs up to {ratio:.4g} times another; the gradient is {_distance(one):.2g} "
@@ -231,7 +231,7 @@ def scaled_between(view: View) -> Found:
         falls, one = max(cases, key=lambda case: len(case[0]))
         ratios = [ratio for falls, _ in cases for ratio in falls]
         shown = [f"{part.factor:.3g}" for part in one.parts]
-        yield Said(
+        yield finding(
             "accumulation.scaled_between", len(falls), one.kind,
             f"the micro-batches of {numbered([one.window])} are in its gradient with factors "
             f"{some(shown, 6)}: the sum was scaled {several(len(falls), 'time')} before others "
@@ -262,7 +262,7 @@ def lost(view: View) -> Found:
             cases.append(("lost", len(passes), len(passes), passes[0].where, "any gradient"))
     if cases:  # prefer "lost" to "dropped", then the greatest number
         id, number, n, where, what = max(cases, key=lambda case: (case[0] == "lost", case[1]))
-        yield Said(
+        yield finding(
             f"accumulation.{id}", number, where,
             f"{number} of the {n} micro-batches of a window are not in {what} that the "
             "step used: .grad was cleared, or replaced, between them",
@@ -292,12 +292,12 @@ def counted_again(view: View) -> Found:
     runs = [list(run) for _, run in groupby(enumerate(kept), lambda pair: pair[1].index - pair[0])]
     steps = max(map(len, runs), default=0) + 1
     if times > 1:
-        yield Said(
+        yield finding(
             "accumulation.counted_again", times, parts[0].of.where,
             f"the loss of one micro-batch is in {times} backward passes, whose gradients add up",
         )  # fmt: skip
     elif kept:
-        yield Said(
+        yield finding(
             "accumulation.counted_again", steps, kept[0].step.where,
             f"{numbered(kept)} began with the gradients of the step before: micro-batches are in "
             f"up to {steps} steps",
@@ -319,7 +319,7 @@ def another_loss(view: View) -> Found:
             cases.append((bool(apart), between, len(others), events[theirs[0]], fit.window))
     if cases:
         alone, between, number, one, window = max(cases, key=lambda case: case[:3])
-        yield Said(
+        yield finding(
             "accumulation.another_loss", number, one.where,
             f"{several(number, 'backward pass')} in the gradient of {numbered([window])} also "
             "reached parameters of another optimizer"
@@ -355,7 +355,7 @@ def unused(view: View) -> Found:
         elif isinstance(event, Pass) and event.where in places:
             since.append(event)
     if since and view.record.ended:
-        yield Said(
+        yield finding(
             "accumulation.unused", len(since), since[-1].where,
             f"the last {several(len(since), 'micro-batch')} came after the last step, whose "
             f"windows hold {usual_size(sums_of(view))}",

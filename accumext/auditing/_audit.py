@@ -7,7 +7,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, TypeAlias
 
 import torch.distributed as dist
@@ -64,12 +63,7 @@ class Audit:
         self._open = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         observer, self._observer, self._open = self._observer, None, False
         assert observer is not None
         with suppress(Done):  # this may complete the last window
@@ -169,6 +163,8 @@ class Audit:
         given = locals()
         if self._observer is None or not self._open:
             raise RuntimeError("audit: measure_truncation must be called inside the block")
+        if not self._observer.parameters.tensors:
+            raise RuntimeError("audit: model must be given to measure before a pass, got None")
         return of_tbptt(self._observer, given)
 
 

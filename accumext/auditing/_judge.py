@@ -9,7 +9,7 @@ from accumext.auditing import _accumulation, _rules
 from accumext.auditing._events import Clipped, Finding, Pass, Record, View, calls, only, views_of
 from accumext.auditing._fit import fits
 from accumext.auditing._sums import runs_elsewhere, sums_of
-from accumext.auditing._words import KINDS, Said, several
+from accumext.auditing._words import KINDS, is_question, several
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ def judge(record: Record) -> Judgement:
     said = [one for view in views for rule in _accumulation.RULES for one in rule(view)]
     said += [one for view in views for rule in _rules.OF_A_VIEW for one in rule(view)]
     said += [one for rule in _rules.OF_A_RECORD for one in rule(record)]
-    order, best = list(KINDS), dict[tuple[str, str, bool], Said]()
+    order, best = list(KINDS), dict[tuple[str, str, bool], Finding]()
     for one in sorted(said, key=lambda one: one.value):
-        best[one.id, one.where, one.is_question] = one
+        best[one.id, one.where, is_question(one)] = one
     listed = sorted(best.values(), key=lambda one: order.index(one.id))
     return Judgement(
         seen=bool(views) and record.passes > 0,
-        findings=tuple(one.finding() for one in listed if not one.is_question),
-        questions=tuple(one.finding() for one in listed if one.is_question),
+        findings=tuple(one for one in listed if not is_question(one)),
+        questions=tuple(one for one in listed if is_question(one)),
         checked=tuple(_checked(record, views)),
         unjudged=(
             *dict.fromkeys(text for view in views for text in _unjudged(view)),

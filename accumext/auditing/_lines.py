@@ -24,13 +24,13 @@ def is_own(path: str) -> bool:
 
 def line() -> str:
     """Return the running line of the loop; if a library has the loop, the user's line above it."""
-    outside = [call for call in calls() if not call.f_code.co_filename.startswith(_OURS)]
+    outside = [call for call in frames() if not call.f_code.co_filename.startswith(_OURS)]
     own = [call for call in outside if is_own(call.f_code.co_filename)]
     for call in (own or outside)[:1]:
         return f"{os.path.basename(call.f_code.co_filename)}:{call.f_lineno}"
     return ""
 
 
-def calls() -> list[FrameType]:
+def frames() -> list[FrameType]:
     """Return the frames of all running calls, the innermost first: that of the caller."""
     return [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]

@@ -264,17 +264,10 @@ class Observer:
         ids, filled = {id(t) for t in tensors}, {id(t) for t in tensors if t.grad is not None}
 
         def clipped(where: str, time: float) -> Clipped:
-            left = ids - self.steps.optimized
-            return Clipped(
-                where,
-                time,
-                norm=float(norm),
-                max_norm=float(most),
-                parameters=self.parameters.among(tensors),
-                # Tensors without a gradient count only if no optimizer has any of them.
-                others=len(left if left == ids else left & filled),
-                filled=bool(filled),
-            )
+            about, left = self.parameters.among(tensors), ids - self.steps.optimized
+            # Tensors without a gradient count only if no optimizer has any of them.
+            others = len(left if left == ids else left & filled)
+            return Clipped(where, time, float(norm), float(most), about, others, bool(filled))
 
         self.journal.write(clipped)
         return result
@@ -338,14 +331,6 @@ class Observer:
             self._scheduling = before
         if not inner:
             stepping = getattr(scheduler, "optimizer", None)
-            about = parameters_of(stepping)
-            self.journal.write(
-                lambda where, time: Call(
-                    where,
-                    time,
-                    "schedule",
-                    self.parameters.among(about),
-                    self.steps.number_of(stepping),
-                )
-            )  # fmt: skip
+            number = functools.partial(self.steps.number_of, stepping)
+            self.journal.write_call("schedule", parameters_of(stepping), number)
         return result

@@ -22,7 +22,7 @@ from accumext.auditing._events import (
 from accumext.auditing._fit import Fit, finite, fits
 from accumext.auditing._passes import UNNAMED
 from accumext.auditing._sums import keeps_scale, same
-from accumext.auditing._words import Found, Said, mib, named, numbered, several, some
+from accumext.auditing._words import Found, finding, mib, named, numbered, several, some
 
 _MANY_CALLS = 16  # uses of a parameter in the graph of one loss; shared layers have fewer
 _SAME_BITS = 1e-13  # relative difference of equal sketches; their own rounding is smaller
@@ -60,7 +60,7 @@ def clips(view: View) -> Found:
             elif isinstance(event, Clipped) and scale != 1.0 and event.factor < 1:
                 early.append((event, scale))
     for clip, scale in early[:1]:
-        yield Said(
+        yield finding(
             "clip.before_unscale", scale, clip.where,
             f"the norm {clip.norm:.4g} that was clipped to {clip.max_norm:g} is that of gradients "
             f"times the loss scale {scale:g}; the gradient's own is {clip.norm / scale:.4g}",
@@ -72,7 +72,7 @@ def clips(view: View) -> Found:
         if any(clip.factor < 1 for clip in only(before_last, Clipped)):
             often = max(often, only(events, Clipped), key=len)
     if often:
-        yield Said(
+        yield finding(
             "clip.per_micro_batch", len(often), often[0].where,
             f"clipped {len(often)} times in a window, to {often[0].max_norm:g}: each pass adds to "
             "what was clipped before",
@@ -83,12 +83,12 @@ def clips(view: View) -> Found:
     empty = [clip for clip in limits if not clip.filled]
     if empty and (len(empty) == len(limits) or not all(clip.parameters for clip in empty)):
         times = max(sum(clip in empty for clip in window.events) for window in view.windows)
-        yield Said(
+        yield finding(
             "clip.empty", times, empty[0].where,
             f"{several(times, 'time')} in a window a clip to {empty[0].max_norm:g} met no gradient",
         )  # fmt: skip
     for clip in [one for one in every if one.others][:1]:
-        yield Said(
+        yield finding(
             "clip.other_parameters", clip.others, clip.where,
             f"{clip.others} of the clipped parameters belong to no optimizer that steps",
             asks=clip.filled,
@@ -107,7 +107,7 @@ def _clipped_in_part(view: View) -> Found:
             left.append((present - clipped, len(present), own[-1]))
     if left and len(left) == len(windows):
         missing, number, clip = left[0]
-        yield Said(
+        yield finding(
             "clip.part", len(missing), clip.where,
             f"{len(missing)} of the {number} parameters of the step were "
             f"not clipped: {named(view.record, missing)}",
@@ -124,13 +124,13 @@ def scalers(view: View) -> Found:
         updates = calls(inside, "update")
         scales = {one.scale for one in only(events, Pass)}
         if updates and (calls(inside, "unscale_") or len(scales) > 1):
-            yield Said(
+            yield finding(
                 "scaler.updated_inside", len(updates), updates[0].where,
                 f"{len(updates)} times between micro-batches whose gradients add up",
             )  # fmt: skip
         if scales and not same(min(scales), max(scales)):
             ratio = max(scales) / min(scales)
-            yield Said(
+            yield finding(
                 "scaler.mixed", ratio, last.where,
                 f"losses of one window were scaled with factors of ratio {ratio:.4g}, and their "
                 "sum was divided by the last",
@@ -138,7 +138,7 @@ def scalers(view: View) -> Found:
         call = next(iter(calls(inside, "unscale_")), None)
         late = [] if call is None else only(events[events.index(call) :], Pass)
         if call is not None and not updates and len(scales) == 1 and late[0].scale != 1.0:
-            yield Said(
+            yield finding(
                 "scaler.mixed", late[0].scale, call.where,
                 f"{several(len(late), 'pass')} added gradients times the loss scale, "
                 f"{late[0].scale:g}, to a sum that had been unscaled",
@@ -151,7 +151,7 @@ def scalers(view: View) -> Found:
         as_scaled = fit.equal and keeps_scale(scale, fit.parts[-1].factor, len(fit.parts))
         if as_scaled and not unscaled:
             evidence = f"the step used gradients times the loss scale, {scale:g}"
-            yield Said("scaler.unscale_missing", scale, step.where, evidence)
+            yield finding("scaler.unscale_missing", scale, step.where, evidence)
             break
 
 
@@ -173,7 +173,7 @@ def nonfinite(view: View) -> Found:
             first = [n for one in passes for n in one.order if not finite(one.gradient[n])][:1]
             names = view.record.names
             at = [i for i, one in enumerate(passes, 1) if not math.isfinite(one.value)]
-            yield Said(
+            yield finding(
                 id, len(cases), cases[0].step.where,
                 f"{numbered(cases)} of {len(windows)}: inf or NaN"
                 + (f" in the gradient of {named(view.record, bad)}" if bad else "")
@@ -198,12 +198,12 @@ def schedules(view: View) -> Found:
     first = view.windows[0].events
     early, passes = calls(first, "schedule"), _passes_at(first)
     if most:
-        yield Said(
+        yield finding(
             "schedule.per_micro_batch", len(most), most[0].where,
             f"the schedule went {len(most)} steps on before one step of the optimizer",
         )  # fmt: skip
     elif early:
-        yield Said(
+        yield finding(
             "schedule.before_first_step", len(early), early[0].where,
             f"the schedule went {several(len(early), 'step')} on before the optimizer's first: its "
             "first learning rate is never used",
@@ -215,7 +215,7 @@ def schedules(view: View) -> Found:
 def averages(view: View) -> Found:
     """Report an average of the model, or a teacher, that moves although the model has not."""
     if most := _between_passes(view, "average"):
-        yield Said(
+        yield finding(
             "average.per_micro_batch", len(most), most[0].where,
             f"a copy of the model was written {len(most)} times between two steps: the same "
             "parameters count as often",
@@ -244,7 +244,7 @@ def _on_skipped(view: View, name: str, words: str) -> Found:
             before_passes = takewhile(lambda event: not isinstance(event, Pass), events)
             found += calls(before_passes, name)[:1]
     if found:
-        yield Said(
+        yield finding(
             f"{name}.on_skipped", len(found), found[0].where,
             f"{words} after {several(len(found), 'step')} that the scaler had skipped",
         )  # fmt: skip
@@ -260,7 +260,7 @@ def processes(view: View) -> Found:
     if wasted := sum(one.sent for one in vain[:-1]):
         alone = any(one.without_sync for one in vain)
         why = "; no_sync was on in the backward pass, and has to be in the forward pass" * alone
-        yield Said(
+        yield finding(
             "processes.reduced_each", wasted, vain[0].where,
             f"{len(vain)} passes of a window reduced their gradients, where one has to: "
             f"{mib(wasted)} per rank for nothing{why}",
@@ -273,7 +273,7 @@ def processes(view: View) -> Found:
             apart = (a - b).norm(dim=1) > _SAME_BITS * (a.norm(dim=1) + b.norm(dim=1))
             differing |= set(apart.nonzero()[:, 0].tolist())
     if differing:
-        yield Said(
+        yield finding(
             "processes.not_reduced", len(differing), view.windows[0].step.where,
             f"the ranks stepped on different gradients of {named(view.record, differing)}",
         )  # fmt: skip
@@ -294,7 +294,7 @@ def shared(view: View) -> Found:
         at_once |= len(used) == 2
     if both:
         how = ", and both step on one gradient" if at_once else ""
-        yield Said(
+        yield finding(
             "parameters.twice", len(both), view.windows[0].step.where,
             f"two optimizers, or two groups of one, have {named(view.record, both)}{how}",
             asks=not at_once,
@@ -309,7 +309,7 @@ def without_gradient(view: View) -> Found:
     own = view.optimizer.parameters
     left = own - used - reached
     if view.record.passes and not (used or reached & own):
-        yield Said(
+        yield finding(
             "parameters.no_gradient", view.optimizer.size, view.windows[0].step.where,
             f"no gradient reaches any of the {view.optimizer.size} parameters of "
             f"{view.optimizer.name}: its steps change nothing",
@@ -317,7 +317,7 @@ def without_gradient(view: View) -> Found:
         )  # fmt: skip
     elif left and used and reached & own:
         evidence = f"no gradient reaches {named(view.record, left)}"
-        yield Said("parameters.no_gradient", len(left), steps[0].where, evidence)
+        yield finding("parameters.no_gradient", len(left), steps[0].where, evidence)
 
 
 def untrained(record: Record) -> Found:
@@ -329,7 +329,7 @@ def untrained(record: Record) -> Found:
     left = [*(record.names[n] for n in sorted(own - record.trained)), *record.strays]
     if steps and reached & record.trained and left:
         evidence = f"gradients reach, no step uses {some(left)}"
-        yield Said("parameters.no_optimizer", len(left), steps[0].where, evidence)
+        yield finding("parameters.no_optimizer", len(left), steps[0].where, evidence)
 
 
 def decay(view: View) -> Found:
@@ -337,7 +337,7 @@ def decay(view: View) -> Found:
     if numbers := view.optimizer.decayed:
         names = named(view.record, numbers)
         evidence = f"weights of {several(len(numbers), 'vector')} decay as matrices do: {names}"
-        yield Said("optimizer.decay", len(numbers), view.windows[0].step.where, evidence)
+        yield finding("optimizer.decay", len(numbers), view.windows[0].step.where, evidence)
 
 
 def batch_norms(record: Record) -> Found:
@@ -345,7 +345,7 @@ def batch_norms(record: Record) -> Found:
     every = only(record.events, Pass)
     passes = [one for one in every if one.eval_norms]
     for one in passes[:1]:
-        yield Said(
+        yield finding(
             "modules.batchnorm_eval", len(one.eval_norms), one.where,
             f"{some(one.eval_norms)} got gradients in eval, from {several(len(passes), 'pass')} of "
             f"{len(every)}",
@@ -370,7 +370,7 @@ def graphs(record: Record) -> Found:
         return
     if graph.separate:
         evidence = f"the {graph.losses} losses of a pass have graphs of their own, of {mib(step)}"
-        yield Said("memory.losses_summed", graph.losses, worst.where, evidence)
+        yield finding("memory.losses_summed", graph.losses, worst.where, evidence)
         return
     evidence = (
         f"a pass keeps {mib(graph.bytes)} for {graph.calls} steps, {mib(graph.bytes_per_call)} "
@@ -385,7 +385,7 @@ def graphs(record: Record) -> Found:
         evidence += f"With one step it is {mib(step)}"
         cure = "torch.utils.checkpoint around a step, with the same gradient; accumext.tbptt "
         cure += "keeps k2 steps, and truncates it"
-    yield Said("memory.graph", graph.bytes, worst.where, evidence, cure=cure)
+    yield finding("memory.graph", graph.bytes, worst.where, evidence, cure=cure)
 
 
 def growth(record: Record) -> Found:
@@ -400,7 +400,7 @@ def growth(record: Record) -> Found:
         longest = max(longest, run, key=len)
     if len(longest) > 2 and len(nodes) == len(set(nodes)):
         first, last = longest[0], longest[-1]
-        yield Said(
+        yield finding(
             "memory.growing", len(longest), last.where,
             f"a pass holds the graphs of {len(longest)} passes, {mib(last.graph.bytes)} where the "
             f"first had {mib(first.graph.bytes)}",
@@ -412,7 +412,7 @@ def truncation(record: Record) -> Found:
     measured = [one for one in only(record.events, Truncated) if one.distance > _MEASURED]
     if measured:
         one = max(measured, key=lambda one: one.distance)
-        yield Said(
+        yield finding(
             "truncation.distance", one.distance, one.where,
             f"k1={one.k1}, k2={one.k2} of {one.steps} steps: {one.distance:.3g} from "
             "the exact gradient, relative to it",
@@ -427,7 +427,7 @@ def half_sums(view: View) -> Found:
     fit = max(whole, key=_half_error)
     error, once = _half_error(fit)
     if error and once and (bits := math.log2(error / once)) >= _LOST_BITS:
-        yield Said(
+        yield finding(
             "precision.sum", error, fit.window.step.where,
             f"the sum of {len(fit.parts)} gradients in {len(view.record.half)} parameters is "
             f"{error:.3g} from their sum in float32, relative to it: {bits:.1f} bits lost "
@@ -455,18 +455,18 @@ def _half_error(fit: Fit) -> tuple[float, float]:
 
 
 def determinism(record: Record) -> Found:
-    """Two runs of the same windows that differ."""
+    """Report the first backward pass whose gradient differs from that of an earlier run."""
     before = record.before.events if record.before else ()
     pairs = zip(only(before, Pass), only(record.events, Pass), strict=False)
     for number, (a, b) in enumerate(pairs, 1):
         size = float(a.gradient.nan_to_num(0.0, 0.0, 0.0).norm())
-        apart = float((a.gradient - b.gradient).norm()) / (size or 1.0)
         if not a.gradient.allclose(b.gradient, 0.0, _SAME_BITS * size, equal_nan=True):
-            yield Said(
-                "determinism.differs", number, b.where,
-                f"the gradient of backward pass {number} is about {apart:.1g} from that of the "
-                "first run, relative to it",
-            )  # fmt: skip
+            runs = [run for run, one in (("first", a), ("second", b)) if not finite(one.gradient)]
+            apart = float((a.gradient - b.gradient).norm()) / (size or 1.0)
+            how = f"about {apart:.1g} from that of the first run, relative to it"
+            how = f"not finite in the {' and the '.join(runs)} run" if runs else how
+            evidence = f"the gradient of backward pass {number} is {how}"
+            yield finding("determinism.differs", number, b.where, evidence)
             return
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer, optimizer
 from accumext import AccumulatingOptimizer
 from accumext.auditing._events import Call, Event, HalfSum, Stepped
 from accumext.auditing._followed import Followed, Used, ours_in, parameters_of, unwrapped
-from accumext.auditing._lines import calls, line
+from accumext.auditing._lines import frames, line
 from accumext.auditing._modules import optimizers
 from accumext.auditing._passes import Parameters, Passes, stands_for
 from accumext.auditing._torch_private import runs_hooks
@@ -44,10 +44,12 @@ class Journal:
         if self.watching:
             self._drafts.append(functools.partial(event, line(), perf_counter(), **fields))
 
-    def write_call(self, name: str, about: Iterable[Tensor] = ()) -> None:
-        """Keep a call; its parameters may become known later."""
-        tensors = list(about)
-        self.write(lambda where, time: Call(where, time, name, self._known.among(tensors)))
+    def write_call(
+        self, name: str, about: Iterable[Tensor] = (), of: Callable[[], int | None] = lambda: None
+    ) -> None:
+        """Keep a call; its parameters, and the number of its optimizer, may become known later."""
+        known, tensors = self._known, list(about)
+        self.write(lambda where, time: Call(where, time, name, known.among(tensors), of()))
 
     def events(self) -> tuple[Event, ...]:
         return tuple(event for draft in self._drafts if (event := draft()) is not None)
@@ -163,7 +165,7 @@ class Steps:
     def _before_step(self, stepping: Any, args: Any, kwargs: Any) -> Any:
         if not self._journal.watching:
             return None
-        running = calls()
+        running = frames()
         self._running = [call for call in self._running if call in running]
         self._running.append(running[1])
         if len(self._running) > 1:  # an optimizer steps another, of the same parameters
@@ -200,7 +202,7 @@ class Steps:
         one.used = Used(self._known.take(one.tensors()), one.optimizer)
 
     def _after_step(self, stepping: Any, args: Any, kwargs: Any) -> None:
-        running = calls()
+        running = frames()
         if not (self._journal.watching and running[1] in self._running):
             return
         del self._running[self._running.index(running[1]) :]

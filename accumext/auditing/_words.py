@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from accumext.auditing._events import Finding, Record, Window
@@ -181,29 +180,22 @@ def _read(table: str) -> Iterator[tuple[str, Kind]]:
 KINDS = dict(_read(_TABLE.rstrip()))
 
 
-@dataclass(frozen=True)
-class Said:
-    """A result of a rule."""
-
-    id: str
-    value: float
-    where: str
-    evidence: str
-    asks: bool = True  # a question, if the table says when it is right
-    cure: str = ""  # in place of the table's
-
-    @property
-    def is_question(self) -> bool:
-        return self.asks and KINDS[self.id].right_if != ""
-
-    def finding(self) -> Finding:
-        name, cure, right_if = KINDS[self.id]
-        cure = self.cure or cure
-        words = f"right if {right_if}; else {cure}" if self.is_question else cure
-        return Finding(name, self.evidence, words, self.value, self.where, self.id)
+def finding(
+    id: str, value: float, where: str, evidence: str, asks: bool = True, cure: str = ""
+) -> Finding:
+    """Return a result of a rule: a question, if it `asks` and the table says when it is right."""
+    name, usual_cure, right_if = KINDS[id]
+    cure = cure or usual_cure
+    if asks and right_if:
+        cure = f"right if {right_if}; else {cure}"
+    return Finding(name, evidence, cure, value, where, id)
 
 
-Found: TypeAlias = Iterator[Said]
+def is_question(one: Finding) -> bool:
+    return one.cure.startswith("right if ")
+
+
+Found: TypeAlias = Iterator[Finding]
 
 
 def some(names: Iterable[str], most: int = 3) -> str:

@@ -5,7 +5,7 @@ and parameters are the same at every call.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from inspect import signature
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 N = 4  # micro-batches of a window
 SCALE = 2.0**10
@@ -144,8 +144,19 @@ def slopes(outputs: Tensor, inputs: Tensor) -> Tensor:
     return torch.autograd.grad(outputs.sum(), inputs, create_graph=True)[0]
 
 
+def judged(scores: Tensor, label: float) -> Tensor:
+    """The loss of a discriminator that shall give all of these one label."""
+    return binary_cross_entropy_with_logits(scores, torch.full_like(scores, label))
+
+
 def windows_of(batches: Sequence[Batch]) -> list[Sequence[Batch]]:
     return [batches[begin : begin + N] for begin in range(0, len(batches), N)]
+
+
+def in_windows(*lengths: int) -> list[Sequence[Batch]]:
+    """Windows of so many micro-batches."""
+    batches = iter(rows(sum(lengths)))
+    return [[next(batches) for _ in range(length)] for length in lengths]
 
 
 # --- the loop -------------------------------------------------------------------------------------
@@ -173,6 +184,16 @@ def nothing(*_: object) -> None:
     """What most loops do more."""
 
 
+def clipping(model: nn.Module, max_norm: float) -> Callable[[], object]:
+    """A clip, to be done before a step."""
+    return lambda: nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+
+
+def unwatched(*_: object, **options: Any) -> Any:
+    """Where nothing looks on, or something around it does."""
+    return nullcontext()
+
+
 def train(
     watch: Watch,
     model: nn.Module,
@@ -187,13 +208,14 @@ def train(
     before: Callable[[], object] = nothing,
     step: Callable[[], object] | None = None,
     clear: Callable[[], object] | None = None,
+    after: Callable[[], object] = nothing,
     end: Callable[[int], object] = nothing,
     **options: Any,
 ) -> Any:
     """Losses divided by `n` or another divisor, and after every `n` a step and `zero_grad`.
 
-    A loop does more after `each` pass, `before` its steps and at the `end` of every micro-batch, or
-    it has another `step` or another way to `clear` gradients.
+    A loop does more after `each` pass, `before` and `after` its steps and at the `end` of every
+    micro-batch, or it has another `step` or another way to `clear` gradients.
     """
 
     def usual_step():
@@ -213,8 +235,32 @@ def train(
                 before()
                 step()
                 clear()
+                after()
             end(i)
     return audit
+
+
+def stepping(
+    watch: Watch,
+    model: nn.Module,
+    optimizer: Any,
+    parts: Iterable[Any],
+    *,
+    every: int = 1,
+    before: Callable[[], object] = nothing,
+    after: Callable[[], object] = nothing,
+    **options: Any,
+) -> Iterator[Any]:
+    """Yield parts of the data, whose passes the caller runs; after `every` so many comes a step,
+    then `zero_grad`."""
+    with watch(model, optimizer, **options):
+        for i, part in enumerate(parts, 1):
+            yield part
+            if i % every == 0:
+                before()
+                optimizer.step()
+                optimizer.zero_grad()
+                after()
 
 
 def at_two_lines(
@@ -223,22 +269,13 @@ def at_two_lines(
     optimizer: Any,
     lengths: Sequence[int],
     divisor: int | None = None,
-) -> Any:
+) -> None:
     """The last micro-batch of each window has a line of its own, as with DDP, whose `no_sync` is
     around the others. Divided by what the window holds, or by another divisor."""
-    batches = iter(rows(sum(lengths)))
-    with watch(model, optimizer, windows=len(lengths)) as audit:
-        for length in lengths:
-            for i in range(length):
-                loss = of_rows(model, *next(batches)) / (divisor or length)
-                if i + 1 < length:
-                    with nullcontext():  # model.no_sync()
-                        loss.backward()
-                else:
-                    loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return audit
+    for window in stepping(watch, model, optimizer, in_windows(*lengths), windows=len(lengths)):
+        for x, y in window[:-1]:
+            (of_rows(model, x, y) / (divisor or len(window))).backward()
+        (of_rows(model, *window[-1]) / (divisor or len(window))).backward()
 
 
 def decoded(model: nn.Module, targets: Tensor, hidden: Tensor, cut: int | None = None) -> Tensor:

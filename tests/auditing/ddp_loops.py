@@ -1,13 +1,16 @@
 """Loops of several processes, as in wrong_loops.py: each takes what stands around it."""
 
 import contextlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import audited
 import torch
 import torch.distributed as dist
-from audited import IGNORED, Batch, N, Watch, network, of_labels, of_rows, rows, sgd, tagged, train
+from audited import Batch, N, Watch, network, of_labels, of_rows, sgd, stepping, train
 from by_definition import Plain
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,78 +25,72 @@ COUNTS = (12, 3)  # labels of every micro-batch of a rank
 
 def share(rank: int, world: int) -> list[Batch]:
     """A rank's micro-batches."""
-    return rows(WINDOWS * N * world)[rank::world]
+    return audited.rows(WINDOWS * N * world)[rank::world]
 
 
 def tagged_share(rank: int) -> list[Batch]:
     """Of which each rank has another number of labels."""
-    return tagged(WINDOWS * N, [COUNTS[rank]], seed=5 + rank)
+    return audited.tagged(WINDOWS * N, [COUNTS[rank]], seed=5 + rank)
 
 
-def synchronised(watch: Watch, held_back: Any, batches: list[Batch], loss_of: Any = of_rows) -> Any:
-    """A loop of DistributedDataParallel; `held_back(i)`: no_sync() for the i-th micro-batch."""
+def synchronised(
+    watch: Watch,
+    held_back: Callable[[int], bool],
+    batches: list[Batch],
+    loss_of: Callable[..., Tensor] = of_rows,
+    around_forward: bool = True,
+) -> None:
+    """A loop of DistributedDataParallel; `held_back(i)`: no_sync() for the i-th micro-batch, around
+    its backward pass and, as it has to be, around its forward pass."""
     ddp = DistributedDataParallel(network())
-    optimizer = sgd(ddp)
-    with watch(ddp, optimizer) as audit:
-        for i, (x, y) in enumerate(batches):
-            with ddp.no_sync() if held_back(i) else contextlib.nullcontext():
-                (loss_of(ddp, x, y) / N).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return audit
+    for i, (x, y) in enumerate(stepping(watch, ddp, sgd(ddp), batches, every=N)):
+        quiet = ddp.no_sync if held_back(i) else contextlib.nullcontext
+        with quiet() if around_forward else contextlib.nullcontext():
+            loss = loss_of(ddp, x, y) / N
+        with quiet():
+            loss.backward()
 
 
 def but_the_last(i: int) -> bool:
     return (i + 1) % N != 0
 
 
-def right(rank: int, world: int, watch: Watch) -> Any:
+def right(rank: int, world: int, watch: Watch) -> None:
     """no_sync() around all but the last micro-batch of a window."""
-    return synchronised(watch, but_the_last, share(rank, world))
+    synchronised(watch, but_the_last, share(rank, world))
 
 
-def every_time(rank: int, world: int, watch: Watch) -> Any:
+def every_time(rank: int, world: int, watch: Watch) -> None:
     """No no_sync() at all."""
-    return synchronised(watch, lambda i: False, share(rank, world))
+    synchronised(watch, lambda i: False, share(rank, world))
 
 
-def backward_alone(rank: int, world: int, watch: Watch) -> Any:
+def backward_alone(rank: int, world: int, watch: Watch) -> None:
     """no_sync() around backward alone, when the forward pass has prepared the reduction."""
-    ddp = DistributedDataParallel(network())
-    optimizer = sgd(ddp)
-    with watch(ddp, optimizer) as audit:
-        for i, (x, y) in enumerate(share(rank, world)):
-            loss = of_rows(ddp, x, y) / N
-            with ddp.no_sync() if but_the_last(i) else contextlib.nullcontext():
-                loss.backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-    return audit
+    synchronised(watch, but_the_last, share(rank, world), around_forward=False)
 
 
-def never(rank: int, world: int, watch: Watch) -> Any:
+def never(rank: int, world: int, watch: Watch) -> None:
     """no_sync() around everything."""
-    return synchronised(watch, lambda i: True, share(rank, world))
+    synchronised(watch, lambda i: True, share(rank, world))
 
 
-def mean_of_each_rank(rank: int, world: int, watch: Watch) -> Any:
+def mean_of_each_rank(rank: int, world: int, watch: Watch) -> None:
     """The mean over the labels of a rank, whose numbers differ, and the mean over the ranks."""
-    return synchronised(watch, but_the_last, tagged_share(rank), of_labels)
+    synchronised(watch, but_the_last, tagged_share(rank), of_labels)
 
 
-def mean_of_all_labels(rank: int, world: int, watch: Watch) -> Any:
+def mean_of_all_labels(rank: int, world: int, watch: Watch) -> None:
     """Sums over labels, divided by those of all ranks; the factor undoes what DDP divides by."""
     counts = torch.tensor(float(N * COUNTS[rank]))  # of a window
     dist.all_reduce(counts)
     factor = N * world / counts  # N: the loop divides by it
-    return synchronised(
+    synchronised(
         watch, but_the_last, tagged_share(rank), lambda *of: of_labels(*of, "sum") * factor
     )
 
 
-def reduced_by_hand(rank: int, world: int, watch: Watch) -> Any:
+def reduced_by_hand(rank: int, world: int, watch: Watch) -> None:
     """No DistributedDataParallel: gradients are all-reduced before the step."""
     model = network()
 
@@ -102,61 +99,57 @@ def reduced_by_hand(rank: int, world: int, watch: Watch) -> Any:
             dist.all_reduce(parameter.grad)
             parameter.grad /= world
 
-    return train(watch, model, sgd(model), share(rank, world), before=reduce)
+    train(watch, model, sgd(model), share(rank, world), before=reduce)
 
 
-def wrapper(rank: int, world: int, watch: Watch) -> Any:
+def wrapper(rank: int, world: int, watch: Watch) -> None:
     """AccumulatingOptimizer and its micro_batch, weighted by labels."""
     ddp = DistributedDataParallel(network())
     optimizer = accumext.AccumulatingOptimizer(sgd(ddp), window=N, max_norm=0.1)
-    with watch(ddp, optimizer) as audit:
+    with watch(ddp, optimizer):
         for x, y in tagged_share(rank):
             with optimizer.micro_batch(ddp):
-                optimizer.backward(of_labels(ddp, x, y), weight=(y != IGNORED).sum())
+                optimizer.backward(of_labels(ddp, x, y), weight=(y != audited.IGNORED).sum())
             optimizer.step()
-    return audit
 
 
-def seen(audit: Audit, watched: list[Any], plain: list[Any], **more: Any) -> dict[str, Any]:
+def seen(audit: Audit, watched: nn.Module, plain: nn.Module, **more: Any) -> dict[str, Any]:
     """What is said, and the parameters with the audit and without."""
+
+    def parameters(model):
+        return [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
+
     said = {
         kind: [(f.id, float(f.value), f.where) for f in found]
         for kind, found in (("findings", audit.findings), ("questions", audit.questions))
     }
-    return {
-        **said, "windows": audit.record.windows, "watched": watched, "plain": plain, **more,
-    }  # fmt: skip
+    ends = {"watched": parameters(watched), "plain": parameters(plain)}
+    return {**said, **ends, "windows": audit.record.windows, **more}
 
 
 def scenario(rank: int, world: int, loop: Any, given: str) -> dict[str, Any]:
     """`given`: what the audit is told, which is the DDP module, what is in it, or nothing."""
-    models = []
 
     def watch(model, optimizer):
-        models.append(model)
         told = {"ddp": model, "inside": getattr(model, "module", model), "none": None}
         return accumext.audit(told[given], optimizer)
 
-    audit, plain = loop(rank, world, watch), loop(rank, world, Plain)
-    watched, alone = ([p.detach() for p in m.parameters()] for m in (*models, plain.model))
+    own = partial(loop, rank, world)
+    (audit, watched, _), (plain, alone, _) = audited.run(own, watch), audited.run(own, Plain)
     return seen(audit, watched, alone, gradient=plain.steps[0].gradient)
 
 
 def sharded(rank: int, world: int, divisor: int) -> dict[str, Any]:
     """fully_shard, every pass reduced, each loss divided; with the audit and without."""
     results = []
-    for watch in (accumext.audit, Plain):
+    for watch in (accumext.audit, audited.unwatched):
         model = network()
         for layer in (model[0], model[2], model):
             fully_shard(layer)
-        around = watch if watch is accumext.audit else lambda *_: contextlib.nullcontext()
-        audit = train(
-            around, model, sgd(model), share(rank, world), divisor=divisor,
-            before=lambda of=model: torch.nn.utils.clip_grad_norm_(of.parameters(), 0.1),
-        )  # fmt: skip
-        results.append((audit, [p.detach().full_tensor() for p in model.parameters()]))
-    (audit, watched), (_, plain) = results
-    return seen(audit, watched, plain)
+        clip = audited.clipping(model, 0.1)
+        audit = train(watch, model, sgd(model), share(rank, world), divisor=divisor, before=clip)
+        results.append((audit, model))
+    return seen(results[0][0], results[0][1], results[1][1])
 
 
 def stopped(rank: int, world: int) -> list[tuple[str, float]]:
@@ -168,7 +161,7 @@ def stopped(rank: int, world: int) -> list[tuple[str, float]]:
         return audits[0]
 
     with contextlib.suppress(Done):
-        synchronised(watch, lambda i: True, share(rank, world))
+        never(rank, world, watch)
     return [(f.id, float(f.value)) for f in audits[0].findings]
 
 

@@ -9,7 +9,7 @@ import math
 
 import audited
 import torch
-from audited import N, adam, copy_of, follow, network, of_rows, rows, sgd, slopes
+from audited import N, adam, copy_of, follow, network, of_rows, rows, slopes, stepping, train
 from cases import right
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -53,17 +53,17 @@ def byol(watch):
     """Each view predicts the target's projection of the other, in a pass of its own, so that one
     graph is held at a time; the target moves by a schedule, once a step."""
     model = nn.ModuleDict({"encoder": network(), "predictor": network(8, 8)})
-    target, optimizer, steps = copy_of(model["encoder"]), adam(model), 5
-    with watch(model, optimizer):
-        for step, window in enumerate(audited.windows_of(rows(steps * N))):
-            for x, _ in window:
-                views = two_views(x)
-                for seen, hidden in (views, views[::-1]):
-                    predicted = model["predictor"](model["encoder"](seen))
-                    (cosine_distance(predicted, target(hidden)) / (2 * N)).backward()
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            follow(target, model["encoder"], 0.01 * (math.cos(math.pi * step / steps) + 1) / 2)
+    target, optimizer, steps, rates = copy_of(model["encoder"]), adam(model), 5, itertools.count()
+
+    def after():
+        rate = 0.01 * (math.cos(math.pi * next(rates) / steps) + 1) / 2
+        follow(target, model["encoder"], rate)
+
+    for x, _ in stepping(watch, model, optimizer, rows(steps * N), every=N, after=after):
+        views = two_views(x)
+        for seen, hidden in (views, views[::-1]):
+            predicted = model["predictor"](model["encoder"](seen))
+            (cosine_distance(predicted, target(hidden)) / (2 * N)).backward()
 
 
 @right()
@@ -103,40 +103,38 @@ def diffusion_of_velocities(watch):
     moves once a step and not once a micro-batch."""
     model = network(17, 16)
     average, optimizer = copy_of(model), torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with watch(model, optimizer):
-        for i, (x, _) in enumerate(rows(5 * N)):
-            time = torch.rand(len(x), 1) * 0.98 + 0.01
-            signal, spread = (time * math.pi / 2).cos(), (time * math.pi / 2).sin()
-            noise = torch.randn_like(x)
-            predicted = model(torch.cat([signal * x + spread * noise, time], 1))
-            losses = (predicted - (signal * noise - spread * x)).square().mean(1, keepdim=True)
-            ratio = (signal / spread).square()
-            ((ratio.clamp(max=5) / (ratio + 1) * losses).mean() / N).backward()
-            if (i + 1) % N == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                follow(average, model, 0.001)
+
+    def loss_of(model, x, _):
+        time = torch.rand(len(x), 1) * 0.98 + 0.01
+        signal, spread = (time * math.pi / 2).cos(), (time * math.pi / 2).sin()
+        noise = torch.randn_like(x)
+        predicted = model(torch.cat([signal * x + spread * noise, time], 1))
+        losses = (predicted - (signal * noise - spread * x)).square().mean(1, keepdim=True)
+        ratio = (signal / spread).square()
+        return (ratio.clamp(max=5) / (ratio + 1) * losses).mean()
+
+    return train(
+        watch, model, optimizer, rows(5 * N), loss_of, before=audited.clipping(model, 1.0),
+        after=lambda: follow(average, model, 0.001),
+    )  # fmt: skip
 
 
 @right()
 def annealed_divergence(watch):
     """A VAE whose divergence weighs more from step to step, with free bits; the weight is the same
     throughout a window."""
-    model, step = nn.ModuleDict({"encoder": network(16, 8), "decoder": network(4, 16)}), 0
-    optimizer = adam(model)
-    with watch(model, optimizer):
-        for i, (x, _) in enumerate(rows(5 * N)):
-            mean, log_variance = model["encoder"](x).chunk(2, 1)
-            code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
-            rebuilt = F.mse_loss(model["decoder"](code), x, reduction="sum") / len(x)
-            divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).mean(0)
-            loss = rebuilt + min(1.0, step / 4) * divergence.clamp(min=0.05).sum()
-            (loss / N).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                step += 1
+    model = nn.ModuleDict({"encoder": network(16, 8), "decoder": network(4, 16)})
+    passes = itertools.count()
+
+    def loss_of(model, x, _):
+        mean, log_variance = model["encoder"](x).chunk(2, 1)
+        code = mean + torch.randn_like(mean) * (log_variance / 2).exp()
+        rebuilt = F.mse_loss(model["decoder"](code), x, reduction="sum") / len(x)
+        divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).mean(0)
+        weight = min(1.0, next(passes) // N / 4)
+        return rebuilt + weight * divergence.clamp(min=0.05).sum()
+
+    return train(watch, model, adam(model), rows(5 * N), loss_of)
 
 
 @right()
@@ -144,18 +142,17 @@ def mean_teacher(watch):
     """Labelled rows and, with a weight that is ramped up, rows without labels, a pass each; the
     teacher is the student's average, moves once a step, and is the same for a whole window."""
     student = nn.Sequential(network(16, 32), nn.Dropout(0.2), nn.Linear(32, 8))
-    teacher, optimizer = copy_of(student), sgd(student)
-    with watch(student, optimizer):
-        for step, window in enumerate(audited.windows_of(rows(5 * N))):
-            weight = math.exp(-5 * (1 - min(1, step / 4)) ** 2)
-            for x, y in window:
-                (of_rows(student, x[:4], y[:4]) / N).backward()
-                one, other = two_views(x)
-                agreed = F.mse_loss(student(one).softmax(1), teacher(other).softmax(1))
-                (weight * agreed / N).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            follow(teacher, student, max(0.05, 1 / (step + 1)))
+    teacher, windows = copy_of(student), audited.windows_of(rows(5 * N))
+    steps = stepping(watch, student, audited.sgd(student), windows)
+    for step, window in enumerate(steps):
+        if step > 0:
+            follow(teacher, student, max(0.05, 1 / step))
+        weight = math.exp(-5 * (1 - min(1, step / 4)) ** 2)
+        for x, y in window:
+            (of_rows(student, x[:4], y[:4]) / N).backward()
+            one, other = two_views(x)
+            agreed = F.mse_loss(student(one).softmax(1), teacher(other).softmax(1))
+            (weight * agreed / N).backward()
 
 
 # --- several losses -------------------------------------------------------------------------------
@@ -192,14 +189,11 @@ def class_weights_of_a_window(watch, model, optimizer):
     """Rare classes weigh more; the sum is divided by the weights of all rows of the window, so that
     a row counts the same in whichever micro-batch it is."""
     weight = torch.linspace(0.5, 4.0, 8)
-    with watch(model, optimizer):
-        for window in audited.windows_of(rows(5 * N)):
-            total = sum(weight[y].sum() for _, y in window)
-            for x, y in window:
-                loss = F.cross_entropy(model(x), y, weight=weight, reduction="sum")
-                (loss / total).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, optimizer, audited.windows_of(rows(5 * N))):
+        total = sum(weight[y].sum() for _, y in window)
+        for x, y in window:
+            loss = F.cross_entropy(model(x), y, weight=weight, reduction="sum")
+            (loss / total).backward()
 
 
 @right()
@@ -209,7 +203,6 @@ def data_sets_in_turn(watch):
     trunk = network(16, 32)
     heads = nn.ModuleList([nn.Linear(32, 8), nn.Linear(32, 16), nn.Linear(32, 1)])
     model = nn.ModuleList([trunk, heads])
-    optimizer = adam(model)
     losses = [
         lambda out, x, y: F.cross_entropy(out, y),
         lambda out, x, y: F.mse_loss(out, x),
@@ -220,14 +213,9 @@ def data_sets_in_turn(watch):
     def backward(loss):
         loss.backward()
 
-    with watch(model, optimizer):
-        for i in range(5 * 3):
-            k = i % 3
-            x, y = next(loaders[k])
-            backward((1.0, 0.5, 0.25)[k] * losses[k](heads[k](trunk(x)), x, y))
-            if k == 2:
-                optimizer.step()
-                optimizer.zero_grad()
+    for k in stepping(watch, model, adam(model), [0, 1, 2] * 5, every=3):
+        x, y = next(loaders[k])
+        backward((1.0, 0.5, 0.25)[k] * losses[k](heads[k](trunk(x)), x, y))
 
 
 @right()
@@ -243,13 +231,13 @@ def elastic_weights(watch, model, optimizer):
                 total += parameter.grad.square() / 6
         model.zero_grad()
         old = [p.detach().clone() for p in model.parameters()]
-        for window in audited.windows_of(rows(5 * N)):
-            for x, y in window:
-                (of_rows(model, x.flip(1), y) / N).backward()
+
+        def penalty():
             moved = zip(fisher, model.parameters(), old)
             (50 * sum((f * (p - before).square()).sum() for f, p, before in moved)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+
+        batches = [(x.flip(1), y) for x, y in rows(5 * N)]
+        train(audited.unwatched, model, optimizer, batches, before=penalty)
 
 
 @right()
@@ -320,17 +308,14 @@ def reptile(watch, model, optimizer):
 def maml(watch):
     """Two inner steps by `autograd.grad` in the graph, for each of four tasks; the mean of their
     losses afterwards is the loss of the outer step."""
+
+    def loss_of(model, x, y):
+        adapted = dict(model.named_parameters())
+        for _ in range(2):
+            loss = F.cross_entropy(functional_call(model, adapted, x[:4]), y[:4])
+            grads = torch.autograd.grad(loss, adapted.values(), create_graph=True)
+            adapted = {n: p - 0.1 * g for (n, p), g in zip(adapted.items(), grads)}
+        return F.cross_entropy(functional_call(model, adapted, x[4:]), y[4:])
+
     model = network()
-    optimizer = adam(model)
-    with watch(model, optimizer):
-        for tasks in audited.windows_of(rows(5 * N)):
-            optimizer.zero_grad()
-            for x, y in tasks:
-                adapted = dict(model.named_parameters())
-                for _ in range(2):
-                    loss = F.cross_entropy(functional_call(model, adapted, x[:4]), y[:4])
-                    grads = torch.autograd.grad(loss, adapted.values(), create_graph=True)
-                    adapted = {n: p - 0.1 * g for (n, p), g in zip(adapted.items(), grads)}
-                query = F.cross_entropy(functional_call(model, adapted, x[4:]), y[4:])
-                (query / len(tasks)).backward()
-            optimizer.step()
+    return train(watch, model, adam(model), rows(5 * N), loss_of)

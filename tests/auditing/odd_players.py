@@ -8,18 +8,7 @@ import math
 
 import audited
 import torch
-from audited import (
-    LanguageModel,
-    N,
-    adam,
-    copy_of,
-    follow,
-    network,
-    of_tokens,
-    pairs,
-    rows,
-    slopes,
-)
+from audited import N, adam, clipping, copy_of, network, of_tokens, rows, slopes, stepping, train
 from cases import right
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
@@ -137,34 +126,31 @@ def reversed_gradients(watch):
     the training; labels and domains are two losses of one pass."""
     model = nn.ModuleDict({"f": network(16, 8), "labels": network(8, 8), "domains": network(8, 2)})
     optimizer, batches = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), rows(4 * N)
-    with watch(model, optimizer):
-        for i, (source, y) in enumerate(batches):
-            factor = 2 / (1 + math.exp(-10 * i / len(batches))) - 1
-            features = model["f"](torch.cat([source, source.flip(1) + 1]))
-            domains = torch.arange(2).repeat_interleave(len(source))
-            loss = F.cross_entropy(model["labels"](features[: len(y)]), y)
-            judged = model["domains"](Reversed.apply(features, factor))
-            ((loss + F.cross_entropy(judged, domains)) / N).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+    passes = itertools.count()
+
+    def loss_of(model, source, y):
+        factor = 2 / (1 + math.exp(-10 * next(passes) / len(batches))) - 1
+        features = model["f"](torch.cat([source, source.flip(1) + 1]))
+        domains = torch.arange(2).repeat_interleave(len(source))
+        loss = F.cross_entropy(model["labels"](features[: len(y)]), y)
+        told = model["domains"](Reversed.apply(features, factor))
+        return loss + F.cross_entropy(told, domains)
+
+    return train(watch, model, optimizer, batches, loss_of)
 
 
 @right()
 def perturbed_embeddings(watch):
     """FGM: a second pass is made where the embedding is moved along its gradient, and both passes
     count; the embedding is put back before the step."""
-    model = LanguageModel()
-    optimizer, table = adam(model), model.embedding.weight
-    with watch(model, optimizer):
-        for tokens, targets in pairs(6):
-            of_tokens(model(tokens)[0], targets).backward()
-            kept = table.data.clone()
-            table.data.add_(table.grad / table.grad.norm())
-            of_tokens(model(tokens)[0], targets).backward()
-            table.data.copy_(kept)
-            optimizer.step()
-            optimizer.zero_grad()
+    model = audited.LanguageModel()
+    table = model.embedding.weight
+    for tokens, targets in stepping(watch, model, adam(model), audited.pairs(6)):
+        of_tokens(model(tokens)[0], targets).backward()
+        kept = table.data.clone()
+        table.data.add_(table.grad / table.grad.norm())
+        of_tokens(model(tokens)[0], targets).backward()
+        table.data.copy_(kept)
 
 
 # --- reinforcement --------------------------------------------------------------------------------
@@ -214,23 +200,19 @@ def a2c_summed_over_time(watch):
     the environments, which have a pass each."""
     model = network(16, 9)
     optimizer = torch.optim.RMSprop(model.parameters(), lr=7e-4, alpha=0.99)
-    with watch(model, optimizer):
-        for _ in range(5):
-            for environment in range(N):
-                out = model(torch.randn(5 + environment, 16))
-                policy, values = Categorical(logits=out[:-1, :8]), out[:-1, 8]
-                actions = policy.sample()
-                returns, running = [], out[-1, 8].item()
-                for action in reversed(actions.tolist()):
-                    running = float(action == 0) + 0.99 * running
-                    returns.insert(0, running)
-                advantages = torch.tensor(returns) - values
-                loss = -(policy.log_prob(actions) * advantages.detach()).sum()
-                loss = loss + 0.5 * advantages.square().sum() - 0.01 * policy.entropy().sum()
-                (loss / N).backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
+    environments, clip = [*range(N)] * 5, clipping(model, 0.5)
+    for environment in stepping(watch, model, optimizer, environments, every=N, before=clip):
+        out = model(torch.randn(5 + environment, 16))
+        policy, values = Categorical(logits=out[:-1, :8]), out[:-1, 8]
+        actions = policy.sample()
+        returns, running = [], out[-1, 8].item()
+        for action in reversed(actions.tolist()):
+            running = float(action == 0) + 0.99 * running
+            returns.insert(0, running)
+        advantages = torch.tensor(returns) - values
+        loss = -(policy.log_prob(actions) * advantages.detach()).sum()
+        loss = loss + 0.5 * advantages.square().sum() - 0.01 * policy.entropy().sum()
+        (loss / N).backward()
 
 
 def drawn(actor: nn.Module, states: Tensor) -> tuple[Tensor, Tensor]:
@@ -273,7 +255,7 @@ def sac(watch):
             of_temperature.zero_grad()
             (-temperature * (likely.detach() - 2).mean()).backward()
             of_temperature.step()
-            follow(targets, critics, 0.005)
+            audited.follow(targets, critics, 0.005)
 
 
 @right()
@@ -301,6 +283,9 @@ def dqn(watch):
                 target.load_state_dict(model.state_dict())
 
 
+ANSWERS = audited.tagged(5 * N, labels=(12, 8, 7, 9))
+
+
 def of_a_group(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """The losses [2, 6] of the tokens of two answers with opposite advantages, and their mask."""
     mask = y != audited.IGNORED
@@ -313,24 +298,16 @@ def of_a_group(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def constant_normaliser_of_tokens(watch, model, optimizer):
     """Dr. GRPO: sums over tokens, divided by the largest length there can be and not by the number
     of tokens there are, so that long answers are not favoured."""
-    with watch(model, optimizer):
-        for i, (x, y) in enumerate(audited.tagged(5 * N, labels=(12, 8, 7, 9))):
-            losses, _ = of_a_group(model, x, y)
-            (losses.sum() / (N * losses.numel())).backward()
-            if (i + 1) % N == 0:
-                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+    clip = clipping(model, 1.0)
+    for x, y in stepping(watch, model, optimizer, ANSWERS, every=N, before=clip):
+        losses, _ = of_a_group(model, x, y)
+        (losses.sum() / (N * losses.numel())).backward()
 
 
 @right()
 def means_of_sequences(watch, model, optimizer):
     """GRPO as published: each answer counts the same, whatever its length, so that the mean over
     its tokens comes first; every micro-batch has two answers."""
-    with watch(model, optimizer):
-        for i, (x, y) in enumerate(audited.tagged(5 * N, labels=(12, 8, 7, 9))):
-            losses, mask = of_a_group(model, x, y)
-            ((losses.sum(1) / mask.sum(1)).mean() / N).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+    for x, y in stepping(watch, model, optimizer, ANSWERS, every=N):
+        losses, mask = of_a_group(model, x, y)
+        ((losses.sum(1) / mask.sum(1)).mean() / N).backward()

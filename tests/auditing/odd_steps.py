@@ -9,18 +9,7 @@ import warnings
 
 import audited
 import torch
-from audited import (
-    LanguageModel,
-    N,
-    adam,
-    network,
-    of_rows,
-    of_tokens,
-    pairs,
-    rows,
-    scaler_of,
-    sgd,
-)
+from audited import N, adam, network, of_rows, rows, scaler_of, sgd, stepping, train, unwatched
 from cases import right
 from torch import nn
 from torch.nn import functional as F
@@ -38,15 +27,14 @@ def adapter_in_a_frozen_backbone(watch):
     nn.init.zeros_(adapter[2].weight)
     model = nn.ModuleList([backbone, adapter, head])
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    with watch(model, optimizer):
-        model.train()
-        backbone[1].eval()
-        for i, (x, y) in enumerate(rows(5 * N)):
-            features = backbone(x)
-            (F.cross_entropy(head(features + adapter(features)), y) / N).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+    model.train()
+    backbone[1].eval()
+
+    def loss_of(_, x, y):
+        features = backbone(x)
+        return F.cross_entropy(head(features + adapter(features)), y)
+
+    return train(watch, model, optimizer, rows(5 * N), loss_of)
 
 
 @right()
@@ -69,12 +57,7 @@ def thawed_from_the_top(watch):
         for epoch in range(3):
             for depth, layer in enumerate(model):
                 layer.requires_grad_(depth >= 2 - epoch)
-            for i, (x, y) in enumerate(rows(2 * N)):
-                (of_rows(model, x, y) / N).backward()
-                if (i + 1) % N == 0:
-                    optimizer.step()
-                    schedule.step()
-                    optimizer.zero_grad()
+            train(unwatched, model, optimizer, rows(2 * N), after=schedule.step)
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -106,7 +89,7 @@ def lookahead(watch):
     """An optimizer written by hand around one of torch, which moves parameters after the steps."""
     model = network()
     optimizer = Lookahead(adam(model))
-    return audited.train(watch, model, optimizer, rows(5 * N))
+    return train(watch, model, optimizer, rows(5 * N))
 
 
 class Around(torch.optim.Optimizer):
@@ -124,32 +107,27 @@ class Around(torch.optim.Optimizer):
 def optimizer_around_another(watch):
     """As packages of optimizers write them."""
     model = network()
-    return audited.train(watch, model, Around(adam(model)), rows(5 * N))
+    return train(watch, model, Around(adam(model)), rows(5 * N))
 
 
 @right()
 def as_many_rows_as_micro_batches(watch):
     """A mean of one's own, of four rows, divided by four micro-batches."""
-    model = network()
-    batches = [(x[:N], y[:N]) for x, y in rows(5 * N)]
-
-    def loss_of(model, x, y):
-        return model(x).square().mean()
-
-    return audited.train(watch, model, adam(model), batches, loss_of=loss_of)
+    model, batches = network(), [(x[:N], y[:N]) for x, y in rows(5 * N)]
+    return train(watch, model, adam(model), batches, lambda model, x, _: model(x).square().mean())
 
 
 @right()
 def sparse_and_dense(watch):
     """SparseAdam for the embedding, whose gradient is sparse, and Adam for the rest: two optimizers
     of one model that step together."""
-    model = LanguageModel(sparse=True)
+    model = audited.LanguageModel(sparse=True)
     table = list(model.embedding.parameters())
     sparse = torch.optim.SparseAdam(table, lr=1e-2)
     dense = torch.optim.Adam([p for p in model.parameters() if p is not table[0]], lr=1e-3)
     with watch(model, dense):
-        for i, (tokens, targets) in enumerate(pairs(5 * N)):
-            (of_tokens(model(tokens)[0], targets) / N).backward()
+        for i, (tokens, targets) in enumerate(audited.pairs(5 * N)):
+            (audited.of_tokens(model(tokens)[0], targets) / N).backward()
             if (i + 1) % N == 0:
                 for optimizer in (sparse, dense):
                     optimizer.step()
@@ -226,19 +204,19 @@ def best_of_a_plateau(watch):
     optimizer, held_out = sgd(model, lr=2.0), rows(6 * N + 2)[-2:]
     schedule = lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     best, kept = math.inf, model.state_dict()
+
+    def validate():
+        nonlocal best, kept
+        model.eval()
+        with torch.no_grad():
+            loss = sum(of_rows(model, x, y).item() for x, y in held_out) / len(held_out)
+        schedule.step(loss)
+        if loss < best:
+            best, kept = loss, copy.deepcopy(model.state_dict())
+        model.train()
+
     with watch(model, optimizer):
-        for window in audited.windows_of(rows(6 * N)):
-            model.train()
-            for x, y in window:
-                (of_rows(model, x, y) / len(window)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            model.eval()
-            with torch.no_grad():
-                loss = sum(of_rows(model, x, y).item() for x, y in held_out) / len(held_out)
-            schedule.step(loss)
-            if loss < best:
-                best, kept = loss, copy.deepcopy(model.state_dict())
+        train(unwatched, model, optimizer, rows(6 * N), after=validate)
         model.load_state_dict(kept)
 
 
@@ -253,14 +231,7 @@ def resumed(watch, model, optimizer):
             warnings.simplefilter("ignore", UserWarning)  # that no step came first
             for _ in range(done):
                 schedule.step()
-        for i, (x, y) in enumerate(rows(8 * N)):
-            if i < done * N:
-                continue
-            (of_rows(model, x, y) / N).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                schedule.step()
+        train(unwatched, model, optimizer, rows(8 * N)[done * N :], after=schedule.step)
 
 
 @right()
@@ -321,10 +292,7 @@ def rest_divided_by_what_it_holds(watch, model, optimizer):
     schedule, batches = lr_scheduler.ExponentialLR(optimizer, 0.9), rows(2 * N + 2)
     with watch(model, optimizer, windows=9):
         for _ in range(3):
-            for i, (x, y) in enumerate(batches):
-                held = min(N, len(batches) - i // N * N)
-                (of_rows(model, x, y) / held).backward()
-                if (i + 1) % N == 0 or i + 1 == len(batches):
-                    optimizer.step()
-                    optimizer.zero_grad()
+            for window in stepping(unwatched, model, optimizer, audited.windows_of(batches)):
+                for x, y in window:
+                    (of_rows(model, x, y) / len(window)).backward()
             schedule.step()

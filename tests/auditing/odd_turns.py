@@ -3,36 +3,15 @@
 Each means what it computes, as in other odd_*.py.
 """
 
-from collections.abc import Sequence
-
+import audited
 import torch
-from audited import (
-    Batch,
-    N,
-    adam,
-    at_two_lines,
-    copy_of,
-    follow,
-    network,
-    of_rows,
-    rows,
-    sgd,
-    train,
-)
+from audited import N, adam, copy_of, in_windows, judged, network, of_rows, rows, sgd, stepping
 from cases import BOTH, right
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.functional import binary_cross_entropy_with_logits as of_logits
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR, OneCycleLR, StepLR
 
 from accumext import AccumulatingOptimizer
-
-
-def in_windows(*lengths: int) -> list[Sequence[Batch]]:
-    """Windows of so many micro-batches."""
-    batches = iter(rows(sum(lengths)))
-    return [[next(batches) for _ in range(length)] for length in lengths]
-
 
 # --- a pass for each loss -------------------------------------------------------------------------
 
@@ -41,27 +20,21 @@ def in_windows(*lengths: int) -> list[Sequence[Batch]]:
 def pseudo_labels_in_epochs_of_five(watch, model, optimizer):
     """FixMatch: the loss of labels and half of that of pseudo-labels, both divided by what the
     window holds: two micro-batches, and one at the end of an epoch."""
-    with watch(model, optimizer, windows=6):
-        for window in in_windows(2, 2, 1, 2, 2, 1):
-            for x, y in window:
-                (of_rows(model, x, y) / len(window)).backward()
-                (0.5 * of_rows(model, x + 0.1, model(x).argmax(1)) / len(window)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, optimizer, in_windows(2, 2, 1, 2, 2, 1), windows=6):
+        for x, y in window:
+            (of_rows(model, x, y) / len(window)).backward()
+            (0.5 * of_rows(model, x + 0.1, model(x).argmax(1)) / len(window)).backward()
 
 
 @right()
 def consistency_in_a_window_of_one(watch, model, optimizer):
     """Semi-supervised: a second loss weighs 0.3; the last window has one micro-batch, and is
     divided by one."""
-    with watch(model, optimizer):
-        for window in in_windows(2, 2, 2, 1):
-            for x, y in window:
-                (of_rows(model, x, y) / len(window)).backward()
-                consistency = F.mse_loss(model(x + 0.1), model(x).detach())
-                (0.3 * consistency / len(window)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, optimizer, in_windows(2, 2, 2, 1)):
+        for x, y in window:
+            (of_rows(model, x, y) / len(window)).backward()
+            consistency = F.mse_loss(model(x + 0.1), model(x).detach())
+            (0.3 * consistency / len(window)).backward()
 
 
 @right()
@@ -69,14 +42,10 @@ def halves_of_a_discriminator(watch):
     """Half of the loss of real rows and half of that of others: their mean in every window, also
     in that of one micro-batch."""
     judge = network(16, 1)
-    optimizer, ones = adam(judge), torch.ones(8, 1)
-    with watch(judge, optimizer):
-        for window in in_windows(3, 3, 1, 3):
-            for x, _ in window:
-                (0.5 * of_logits(judge(x), ones) / len(window)).backward()
-                (0.5 * of_logits(judge(torch.randn(8, 16)), 0 * ones) / len(window)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, judge, adam(judge), in_windows(3, 3, 1, 3)):
+        for x, _ in window:
+            (0.5 * judged(judge(x), 1) / len(window)).backward()
+            (0.5 * judged(judge(torch.randn(8, 16)), 0) / len(window)).backward()
 
 
 @right()
@@ -98,13 +67,13 @@ def critic_of_two_signs(watch):
 @right()
 def last_micro_batch_at_a_line_of_its_own(watch, model, optimizer):
     """DDP's `no_sync` around all but the last; each loss is divided by what its window holds."""
-    return at_two_lines(watch, model, optimizer, (4, 4, 2, 4))
+    return audited.at_two_lines(watch, model, optimizer, (4, 4, 2, 4))
 
 
 @right()
 def last_of_four_at_a_line_of_its_own(watch, model, optimizer):
     """The same, where all windows have four micro-batches."""
-    return at_two_lines(watch, model, optimizer, (4, 4, 4, 4))
+    return audited.at_two_lines(watch, model, optimizer, (4, 4, 4, 4))
 
 
 @right()
@@ -112,18 +81,14 @@ def boxes_in_some_micro_batches(watch):
     """Detection: every micro-batch has a loss of classes, and those with boxes one more, in a pass
     of its own; both are divided by the micro-batches of the window, which are four."""
     trunk, classes, boxes = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 1)
-    model, batches = nn.ModuleList([trunk, classes, boxes]), iter(rows())
-    optimizer = sgd(model)
-    with watch(model, optimizer):
-        for with_boxes in ((1, 1, 1, 1), (1, 0, 1, 0), (0, 0, 1, 0), (1, 1, 1, 0)):
-            for has_boxes in with_boxes:
-                x, y = next(batches)
-                features = trunk(x).relu()
-                (F.cross_entropy(classes(features), y) / N).backward(retain_graph=True)
-                if has_boxes:
-                    (F.mse_loss(boxes(features)[:, 0], x[:, 0]) / N).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    model = nn.ModuleList([trunk, classes, boxes])
+    with_boxes = (1, 1, 1, 1), (1, 0, 1, 0), (0, 0, 1, 0), (1, 1, 1, 0)
+    batches = zip(sum(with_boxes, ()), rows(), strict=True)
+    for has_boxes, (x, y) in stepping(watch, model, sgd(model), batches, every=N):
+        features = trunk(x).relu()
+        (F.cross_entropy(classes(features), y) / N).backward(retain_graph=True)
+        if has_boxes:
+            (F.mse_loss(boxes(features)[:, 0], x[:, 0]) / N).backward()
 
 
 @right()
@@ -132,17 +97,14 @@ def two_heads_by_targets(watch):
     all sizes. The second loss weighs 0.5."""
     trunk, first, second = nn.Linear(16, 16), nn.Linear(16, 8), nn.Linear(16, 1)
     model, batches = nn.ModuleList([trunk, first, second]), iter(rows(11))
-    optimizer = adam(model)
-    with watch(model, optimizer):
-        for sizes in ((3, 8), (5,), (2, 8, 6, 4), (8, 4), (7, 7)):
-            for size in sizes:
-                x, y = (part[:size] for part in next(batches))
-                loss = F.cross_entropy(first(trunk(x)), y, reduction="sum") / sum(sizes)
-                loss.backward()
-                loss = F.mse_loss(second(trunk(x))[:, 0], x[:, 0], reduction="sum") / sum(sizes)
-                (0.5 * loss).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    windows = (3, 8), (5,), (2, 8, 6, 4), (8, 4), (7, 7)
+    for sizes in stepping(watch, model, adam(model), windows):
+        for size in sizes:
+            x, y = (part[:size] for part in next(batches))
+            loss = F.cross_entropy(first(trunk(x)), y, reduction="sum") / sum(sizes)
+            loss.backward()
+            loss = F.mse_loss(second(trunk(x))[:, 0], x[:, 0], reduction="sum") / sum(sizes)
+            (0.5 * loss).backward()
 
 
 @right()
@@ -167,29 +129,22 @@ def two_losses_of_a_wrapped_micro_batch(watch, model, optimizer):
 @right()
 def terms_of_weight_one(watch, model, optimizer):
     """Weights from a configuration, which are 1; windows of three lengths, divided by them."""
-    with watch(model, optimizer):
-        for window in in_windows(4, 2, 4, 1):
-            for x, y in window:
-                logits = model(x)
-                loss = 1.0 * F.cross_entropy(logits, y) + 1.0 * logits.square().mean()
-                (loss / len(window)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, optimizer, in_windows(4, 2, 4, 1)):
+        for x, y in window:
+            logits = model(x)
+            loss = 1.0 * F.cross_entropy(logits, y) + 1.0 * logits.square().mean()
+            (loss / len(window)).backward()
 
 
 def over_all_elements(watch, sum_of):
     """Reconstruction: sums over elements, divided by those of the whole window; micro-batches and
     windows have all sizes."""
     model = network(16, 16)
-    optimizer = sgd(model)
-    with watch(model, optimizer):
-        for window in in_windows(3, 1, 4, 2):
-            inputs = [x[: 8 - i] for i, (x, _) in enumerate(window)]
-            elements = sum(x.numel() for x in inputs)
-            for x in inputs:
-                (sum_of(model(x), x) / elements).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, sgd(model), in_windows(3, 1, 4, 2)):
+        inputs = [x[: 8 - i] for i, (x, _) in enumerate(window)]
+        elements = sum(x.numel() for x in inputs)
+        for x in inputs:
+            (sum_of(model(x), x) / elements).backward()
 
 
 @right()
@@ -208,16 +163,16 @@ def own_sum_over_all_elements(watch):
 def five_steps_of_the_critic(watch, detaches=True):
     """A step of the generator, by SGD, after five of the critic, by Adam."""
     generator, critic = network(8, 16), network(16, 1)
-    of_generator, of_critic, ones = sgd(generator), adam(critic), torch.ones(8, 1)
+    of_generator, of_critic = sgd(generator), adam(critic)
     with watch(nn.ModuleList([generator, critic]), of_critic) as audit:
         for i, (x, _) in enumerate(rows(3 * 5)):
             fake = generator(torch.randn(8, 8))
             of_critic.zero_grad()
-            judged = critic(fake.detach() if detaches else fake)
-            (of_logits(critic(x), ones) + of_logits(judged, 0 * ones)).backward()
+            scores = critic(fake.detach() if detaches else fake)
+            (judged(critic(x), 1) + judged(scores, 0)).backward()
             of_critic.step()
             if i % 5 == 4:
-                of_logits(critic(generator(torch.randn(8, 8))), ones).backward()
+                judged(critic(generator(torch.randn(8, 8))), 1).backward()
                 of_generator.step()
                 of_generator.zero_grad()
     return audit
@@ -267,7 +222,7 @@ def one_cycle_in_micro_batches(watch, model, optimizer):
     steps: it ends with the training."""
     batches = rows(6 * N)
     schedule = OneCycleLR(optimizer, 0.1, total_steps=len(batches))
-    return train(watch, model, optimizer, batches, end=lambda _: schedule.step(), windows=6)
+    return audited.train(watch, model, optimizer, batches, end=lambda _: schedule.step(), windows=6)
 
 
 @right("parameters.twice", told=BOTH)
@@ -307,7 +262,7 @@ def actor_that_starts_later(watch):
                 of_actor.zero_grad()
                 (-critic(actor(x)).mean()).backward()
                 of_actor.step()
-            follow(target, agent, 0.1)
+            audited.follow(target, agent, 0.1)
 
 
 @right(told=BOTH)

@@ -1,11 +1,12 @@
 """Right loops whose windows look odd: scalers and passes that optimizers share, gradients that the
 loop keeps by itself, and counts of its own. Each means what it computes, as in other odd_*.py."""
 
+import itertools
 from collections.abc import Sequence
 
 import audited
 import torch
-from audited import N, adam, network, of_rows, rows, scaler_of, sgd
+from audited import N, adam, judged, network, of_rows, rows, scaler_of, sgd, stepping
 from cases import right
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -28,15 +29,14 @@ def adversaries(watch, given):
             scaler.update()
             optimizers[name].zero_grad()
 
-    ones, zeros = torch.ones(8, 1), torch.zeros(8, 1)
     with watch(both, optimizers[given]):
         for i, (x, _) in enumerate(rows(5 * N)):
             ends, fake = (i + 1) % N == 0, generator(torch.randn(8, 8))
-            judged = judge(torch.cat([x, fake.detach()]))
-            labels = torch.cat([ones, zeros])
-            train("judge", F.binary_cross_entropy_with_logits(judged, labels), ends)
+            scores = judge(torch.cat([x, fake.detach()]))
+            labels = torch.arange(2.0).flip(0).repeat_interleave(8)[:, None]
+            train("judge", F.binary_cross_entropy_with_logits(scores, labels), ends)
             judge.requires_grad_(False)
-            train("generator", F.binary_cross_entropy_with_logits(judge(fake), ones), ends)
+            train("generator", judged(judge(fake), 1), ends)
             judge.requires_grad_(True)
 
 
@@ -77,31 +77,25 @@ def sharpness_aware(watch, model, optimizer):
     def backward(x, y):
         of_rows(model, x, y).backward()
 
-    with watch(model, optimizer):
-        for x, y in rows(6):
-            backward(x, y)
-            ways = climb(model)
-            optimizer.zero_grad()
-            backward(x, y)
-            descend(model, ways)
-            optimizer.step()
-            optimizer.zero_grad()
+    for x, y in stepping(watch, model, optimizer, rows(6)):
+        backward(x, y)
+        ways = climb(model)
+        optimizer.zero_grad()
+        backward(x, y)
+        descend(model, ways)
 
 
 @right()
 def sharpness_aware_of_a_window(watch, model, optimizer):
     """The same with windows: four micro-batches to climb, the same four for the gradient."""
-    with watch(model, optimizer):
-        for window in audited.windows_of(rows(5 * N)):
-            for ascends in (True, False):
-                for x, y in window:
-                    (of_rows(model, x, y) / len(window)).backward()
-                if ascends:
-                    ways = climb(model)
-                    optimizer.zero_grad()
-            descend(model, ways)
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, optimizer, audited.windows_of(rows(5 * N))):
+        for ascends in (True, False):
+            for x, y in window:
+                (of_rows(model, x, y) / len(window)).backward()
+            if ascends:
+                ways = climb(model)
+                optimizer.zero_grad()
+        descend(model, ways)
 
 
 # --- gradients that the loop keeps ----------------------------------------------------------------
@@ -187,14 +181,14 @@ def norms_of_each_loss(watch, model, optimizer):
 @right()
 def counts_of_at_least_one(watch, model, optimizer):
     """A micro-batch without a label would be 0 / 0: its count is clamped to 1, its loss is 0."""
-    with watch(model, optimizer):
-        for i, (x, y) in enumerate(rows(5 * N)):
-            y = torch.full_like(y, audited.IGNORED) if i == N + 1 else y
-            total = F.cross_entropy(model(x), y, reduction="sum")
-            (total / (y != audited.IGNORED).sum().clamp(min=1) / N).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+    batches = rows(5 * N)
+    batches[N + 1][1].fill_(audited.IGNORED)
+
+    def loss_of(model, x, y):
+        total = F.cross_entropy(model(x), y, reduction="sum")
+        return total / (y != audited.IGNORED).sum().clamp(min=1)
+
+    return audited.train(watch, model, optimizer, batches, loss_of)
 
 
 @right()
@@ -218,20 +212,17 @@ def windows_of_many_rows(watch, model, optimizer):
 def penalty_of_every_fourth(watch):
     """A penalty of gradients for the input in every fourth micro-batch alone, four times as heavy,
     added to the loss of that micro-batch."""
-    model = network(16, 1)
-    optimizer = adam(model)
-    with watch(model, optimizer):
-        for i, (x, _) in enumerate(rows(5 * N)):
-            x = x.clone().requires_grad_()
-            scores = model(x)
-            loss = F.softplus(-scores).mean()
-            if i % N == 0:
-                (slope,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
-                loss = loss + N * 5 * slope.square().sum(1).mean()
-            (loss / N).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+    model, passes = network(16, 1), itertools.count()
+
+    def loss_of(model, x, _):
+        x = x.clone().requires_grad_()
+        scores = model(x)
+        loss = F.softplus(-scores).mean()
+        if next(passes) % N == 0:
+            loss = loss + N * 5 * audited.slopes(scores, x).square().sum(1).mean()
+        return loss
+
+    return audited.train(watch, model, adam(model), rows(5 * N), loss_of)
 
 
 class Repeating(nn.Module):

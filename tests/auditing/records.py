@@ -7,7 +7,7 @@ test chooses.
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,8 +31,6 @@ from accumext.auditing._events import (
     view_of,
 )
 from accumext.auditing._judge import judge
-
-Build = Callable[[], Record]
 
 NAMES = ("weight", "bias", "other")
 BOTH, OTHER = frozenset({0, 1}), frozenset({2})
@@ -124,16 +122,25 @@ def step(used: Tensor | None, **changes: Any) -> Stepped:
     return replace(one, **changes)
 
 
+def stepped(
+    of: Sequence[Pass], *between: Event, factors: float | Sequence[float] = 1.0, **changes: Any
+) -> list[Event]:
+    """Passes, what comes between, and a step on the sum of the passes."""
+    return [*of, *between, step(total(of, factors), **changes)]
+
+
 def window(
     of: Sequence[Pass], factors: float | Sequence[float] = 1.0, **changes: Any
 ) -> list[Event]:
     """Passes, a step on their sum, and `zero_grad`."""
-    return [*of, step(total(of, factors), **changes), call("zero_grad")]
+    return [*stepped(of, factors=factors, **changes), call("zero_grad")]
 
 
-def after_each(of: Sequence[Pass], *events: Event) -> list[Event]:
+def after_each(
+    of: Sequence[Pass], *events: Event, factors: float | Sequence[float] = 1.0
+) -> list[Event]:
     """Passes, the same events after each of them, and a step on their sum."""
-    return [*(e for one in of for e in (one, *events)), step(total(of))]
+    return [*(e for one in of for e in (one, *events)), step(total(of, factors))]
 
 
 def half_step(used: Tensor, error: float, once: float, factor: float = 1.0) -> Stepped:
@@ -226,11 +233,6 @@ def with_penalty(**changes: Any) -> Record:
     return record(window([backward(0.25, losses=both) for both in terms]))
 
 
-def clipped_between(*more) -> Record:
-    a, b = passes([0.5, 0.5])
-    return record(a, clip(), *more, b, clip(), step(random_sketch()))
-
-
 def scaled(*between, factor: float = 1 / SCALE, scale: float = SCALE, **changes) -> Record:
     """One micro-batch with a loss scale; something happens before its step."""
     of = [backward(scale=scale)]
@@ -265,12 +267,6 @@ def steps_at_the_end() -> Record:
     used[0][list(OTHER)] = used[1][list(BOTH)] = 0.0
     last = step(used[1], optimizer=1, present=OTHER)
     return record(own, through, step(used[0]), last, optimizers=(SGD, ADAM))
-
-
-def clipped_twice() -> Record:
-    """A clip to a quarter after each of two passes, whose gradients add up."""
-    a, b = passes([0.5, 0.5])
-    return record(a, clip(), b, clip(), step(total([a, b], [1 / 16, 1 / 4])))
 
 
 def graph(calls: int, size: int, classes: float = 0.5, **changes: Any) -> Record:

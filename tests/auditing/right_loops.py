@@ -5,7 +5,7 @@ import contextlib
 
 import audited
 import torch
-from audited import N, adam, network, of_rows, rows, scaler_of, sgd, train
+from audited import N, adam, judged, network, of_rows, rows, scaler_of, sgd, stepping, train
 from cases import right
 from torch import nn
 from torch.nn import functional as F
@@ -17,7 +17,7 @@ from accumext import AccumulatingOptimizer
 # --- mixed precision ------------------------------------------------------------------------------
 
 
-def clipping(model, optimizer, scaler):
+def with_amp(model, optimizer, scaler):
     def clip():
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.1)
@@ -33,7 +33,7 @@ def amp_with_clipping(watch, model, optimizer):
         with torch.autocast("cpu", torch.bfloat16):
             return of_rows(*of)
 
-    options = clipping(model, optimizer, scaler_of(growth_interval=2))
+    options = with_amp(model, optimizer, scaler_of(growth_interval=2))
     return train(watch, model, optimizer, rows(6), in_bfloat16, n=1, **options)
 
 
@@ -54,7 +54,7 @@ def amp_switched_off(watch):
     """A GradScaler with `enabled=False`, and a loss that weighs half."""
     model = network()
     optimizer = adam(model)
-    options = clipping(model, optimizer, scaler_of(enabled=False))
+    options = with_amp(model, optimizer, scaler_of(enabled=False))
     return train(watch, model, optimizer, divisor=2 * N, **options)
 
 
@@ -64,13 +64,9 @@ def amp_switched_off(watch):
 @right()
 def windows_that_grow(watch, model, optimizer):
     """A larger batch later in the training: windows of 1, 2, 4 and 8, each divided by its own."""
-    batches = iter(rows(15))
-    with watch(model, optimizer):
-        for n in (1, 2, 4, 8):
-            for _ in range(n):
-                (of_rows(model, *next(batches)) / n).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, optimizer, audited.in_windows(1, 2, 4, 8)):
+        for x, y in window:
+            (of_rows(model, x, y) / len(window)).backward()
 
 
 @right()
@@ -78,19 +74,18 @@ def discriminator(watch):
     """A GAN: real, fake and generator; three backward passes, two optimizers."""
     both = nn.ModuleDict({"g": network(8, 16), "d": network(16, 1)})
     g, d = both["g"], both["d"]
-    optimizers = {name: adam(model, betas=(0.5, 0.999)) for name, model in both.items()}
+    of_g, of_d = (adam(model, betas=(0.5, 0.999)) for model in (g, d))
     noise = torch.Generator().manual_seed(4)
-    with watch(both, optimizers["d"]):
+    with watch(both, of_d):
         for x, _ in rows(6):
-            ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
             d.zero_grad()
-            F.binary_cross_entropy_with_logits(d(x), ones).backward()
+            judged(d(x), 1).backward()
             fake = g(torch.randn(len(x), 8, generator=noise))
-            F.binary_cross_entropy_with_logits(d(fake.detach()), zeros).backward()
-            optimizers["d"].step()
+            judged(d(fake.detach()), 0).backward()
+            of_d.step()
             g.zero_grad()
-            F.binary_cross_entropy_with_logits(d(fake), ones).backward()
-            optimizers["g"].step()
+            judged(d(fake), 1).backward()
+            of_g.step()
 
 
 @right()
@@ -171,16 +166,12 @@ def gradients_by_hand(watch, model, optimizer):
 @right()
 def a_pass_that_fails(watch, model, optimizer):
     """A micro-batch whose backward pass raises half way, and a loop that goes on."""
-    with watch(model, optimizer):
-        for i, (x, y) in enumerate(rows()):
-            hidden = model[1](model[0](x))
-            if i % N == 2:
-                hidden.register_hook(lambda grad: 1 / 0)
-            with contextlib.suppress(ZeroDivisionError):
-                (F.cross_entropy(model[2](hidden), y) / (N - 1)).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
+    for i, (x, y) in enumerate(stepping(watch, model, optimizer, rows(), every=N)):
+        hidden = model[1](model[0](x))
+        if i % N == 2:
+            hidden.register_hook(lambda grad: 1 / 0)
+        with contextlib.suppress(ZeroDivisionError):
+            (F.cross_entropy(model[2](hidden), y) / (N - 1)).backward()
 
 
 # --- optimizers and schedules ---------------------------------------------------------------------
@@ -225,22 +216,15 @@ def one_cycle(watch, model, optimizer):
     """A schedule in steps, made inside the block, whose first rate torch sets by a step."""
     with watch(model, optimizer):
         schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
-        for window in audited.windows_of(rows()):
-            for x, y in window:
-                (of_rows(model, x, y) / N).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+        train(audited.unwatched, model, optimizer, after=lambda: schedule.step())
 
 
 @right()
 def fused(watch):
     """SGD in one kernel, with momentum, zeros instead of None, and two groups."""
     model = network()
-    groups = [
-        {"params": model[0].parameters(), "weight_decay": 0.1},
-        {"params": model[2].parameters()},
-    ]
+    groups = [{"params": model[0].parameters(), "weight_decay": 0.1}]
+    groups += [{"params": model[2].parameters()}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, fused=True)
     return train(watch, model, optimizer, clear=lambda: optimizer.zero_grad(set_to_none=False))
 

@@ -1,7 +1,6 @@
 """What an audit must tell apart: other optimizers, fused and wrapped ones, nested calls, losses
 that were not scaled, models that torch.compile has translated; without a wait for the device."""
 
-import copy
 import gc
 import re
 import weakref
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from audited import SCALE, N, adam, network, of_rows, rows, scaler_of, sgd, train
+from audited import SCALE, N, adam, copy_of, follow, network, of_rows, rows, scaler_of, sgd, train
 from support.device import DeviceReads, cpu_as_device
 from support.tensors import assert_equal
 from torch import Tensor, nn
@@ -198,7 +197,8 @@ def test_a_wrapper_made_before_the_block(named):
 
 
 class Slow(torch.optim.Optimizer):
-    """Steps an optimizer of torch, and goes half way back after every second step."""
+    """Steps an optimizer of torch, which is not in `.optimizer` as those in wrappers are, and goes
+    half way back after every second step."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer.param_groups, {})
@@ -341,15 +341,13 @@ def test_a_scaler_that_skips_the_first_step():
 def test_a_deep_copy_that_follows(each):
     """Once per step, which is right, or with every micro-batch; nothing is named"""
     model = network()
-    average = copy.deepcopy(model).requires_grad_(False)
+    average = copy_of(model)
 
-    @torch.no_grad()
-    def follow(i):
+    def end(i):
         if each or (i + 1) % N == 0:
-            for slow, fast in zip(average.parameters(), model.parameters()):
-                slow.lerp_(fast, 0.01)
+            follow(average, model, 0.01)
 
-    audit = train(lambda *_: accumext.audit(), model, sgd(model), end=follow)
+    audit = train(lambda *_: accumext.audit(), model, sgd(model), end=end)
     assert told(audit) == ([("average.per_micro_batch", N)] if each else [])
 
 
@@ -371,15 +369,13 @@ def test_a_copy_that_is_made_later():
     model = network()
     made: list[nn.Module] = []
 
-    @torch.no_grad()
-    def follow(i):
+    def end(i):
         if i + 1 == 2 * N:
-            made.append(copy.deepcopy(model).requires_grad_(False))
+            made.append(copy_of(model))
         for average in made:
-            for slow, fast in zip(average.parameters(), model.parameters()):
-                slow.lerp_(fast, 0.01)
+            follow(average, model, 0.01)
 
-    audit = train(lambda *_: accumext.audit(), model, sgd(model), end=follow)
+    audit = train(lambda *_: accumext.audit(), model, sgd(model), end=end)
     assert told(audit) == [("average.per_micro_batch", N)]
 
 
@@ -391,6 +387,16 @@ def test_batch_norms_left_in_eval(frozen):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     audit = train(lambda *_: accumext.audit(), model, optimizer)
     assert told(audit) == ([] if frozen else [("modules.batchnorm_eval", 2)])
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of all", "of their own"])
+def test_a_group_of_biases_that_decay(own):
+    """As the matrices do that are in it; a group of their own may have any rate"""
+    model = network()
+    kinds = [[p for p in model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False)]
+    groups = [{"params": kind} for kind in (kinds if own else [kinds[0] + kinds[1]])]
+    audit = train(accumext.audit, model, torch.optim.SGD(groups, lr=0.1, weight_decay=0.1))
+    assert told(audit) == ([] if own else [("optimizer.decay", 2)])
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -216,60 +216,43 @@ def test_a_graph_has_the_losses_of_its_pass():
 # --- graphs that hold those of the passes before --------------------------------------------------
 
 
-def detached(net: nn.RNNCell, x: Tensor, state: Tensor) -> Tensor:
-    return net(x, state.detach())
-
-
-def handed_on(net: nn.RNNCell, x: Tensor, state: Tensor) -> Tensor:
-    return net(x, state)
-
-
-def handed_on_every_third(net: nn.RNNCell, x: Tensor, state: Tensor) -> Tensor:
-    return net(x, state if float(x[0, 0]) % 3 else state.detach())
-
-
-HELD = [
-    (detached, [0, 1, 1, 1, 1]),  # the state itself, which the pass before has saved, too
-    (handed_on, [0, 1, 2, 3, 4]),
-    (handed_on_every_third, [0, 1, 2, 1, 2]),
-]
-
-
-@pytest.mark.parametrize(("hand", "right"), HELD, ids=[h[0].__name__ for h in HELD])
-def test_passes_whose_graphs_are_still_there(hand, right):
-    net, state = nn.RNNCell(2, 3), torch.zeros(1, 3)
-    saved, found = counting(net), []
+def of_states(net: nn.RNNCell, is_handed_on: Callable[[int], bool]) -> Iterator[Tensor]:
+    """Losses of states, each of which is handed on or detached."""
+    state = torch.zeros(1, 3)
     for i in range(5):
-        with saved.watch():
-            state = hand(net, torch.full((1, 2), float(i)), state)
-            loss = (state**2).sum()
-        found.append(graph_of(saved).held)
-        loss.backward(retain_graph=True)
-    assert found == right
-    del loss, state
-    assert graph_of(saved).held == 0
+        state = net(torch.full((1, 2), float(i)), state if is_handed_on(i) else state.detach())
+        yield (state**2).sum()
 
 
-def test_one_graph_that_all_passes_use_is_held_once():
-    """As a prompt that is encoded once"""
-    net = nn.Linear(4, 4)
+def of_one_graph(net: nn.RNNCell) -> Iterator[Tensor]:
+    """As a prompt that is encoded once."""
+    shared = net(torch.randn(2, 2)).tanh()
+    yield from ((shared * torch.randn(2, 3)).sum() for _ in range(4))
+
+
+def all_forward_passes_first(net: nn.RNNCell) -> Iterator[Tensor]:
+    """Graphs that were not yet used are those of one pass."""
+    yield from [(net(torch.randn(2, 2)) ** 2).sum() for _ in range(4)]
+
+
+HELD: dict[str, tuple[Callable[[nn.RNNCell], Iterator[Tensor]], list[int]]] = {
+    # The state itself, which the pass before has saved, too.
+    "detached": (lambda net: of_states(net, lambda i: False), [0, 1, 1, 1, 1]),
+    "handed on": (lambda net: of_states(net, lambda i: True), [0, 1, 2, 3, 4]),
+    "handed on, but every third": (lambda net: of_states(net, lambda i: i % 3), [0, 1, 2, 1, 2]),
+    "of one graph": (of_one_graph, [0, 1, 1, 1]),
+    "all forward passes first": (all_forward_passes_first, [0, 1, 1, 1]),
+}
+
+
+@pytest.mark.parametrize(("losses", "right"), HELD.values(), ids=HELD)
+def test_passes_whose_graphs_are_still_there(losses, right):
+    net = nn.RNNCell(2, 3)
     saved, found = counting(net), []
     with saved.watch():
-        shared = net(torch.randn(2, 4)).tanh()
-        for _ in range(4):
-            loss = (shared * torch.randn(2, 4)).sum()
+        for loss in losses(net):
             found.append(graph_of(saved).held)
             loss.backward(retain_graph=True)
-    assert found == [0, 1, 1, 1]
-
-
-def test_graphs_that_were_not_yet_used_are_those_of_one_pass():
-    """All forward passes, then all backward passes"""
-    net = nn.Linear(4, 4)
-    saved, found = counting(net), []
-    with saved.watch():
-        losses = [(net(torch.randn(2, 4)).tanh() ** 2).sum() for _ in range(4)]
-        for loss in losses:
-            found.append(graph_of(saved).held)
-            loss.backward()
-    assert found == [0, 1, 1, 1]
+    assert found == right
+    del loss
+    assert graph_of(saved).held == 0

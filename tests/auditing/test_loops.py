@@ -15,7 +15,7 @@ import odd_turns
 import pytest
 import right_loops
 import torch
-from audited import Looping, N, Watch, network, of_rows, rows, run, sgd, train
+from audited import Looping, N, Watch, network, run, sgd, train, unwatched
 from by_definition import Plain
 from cases import RIGHT, WRONG
 from torch import Tensor
@@ -137,26 +137,15 @@ MAKERS = {
 @pytest.mark.parametrize("name", MAKERS)
 def test_nothing_is_named(name):
     """`audit()` follows every optimizer that steps inside the block"""
-
-    def unwatched(divisor):
-        model = network()
-        optimizer = MAKERS[name](model)
-        for i, (x, y) in enumerate(rows()):
-            (of_rows(model, x, y) / divisor).backward()
-            if (i + 1) % N == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    with accumext.audit() as audit:
-        unwatched(N)
-    assert audit.findings == (), str(audit)
-    assert len(audit.to_json()["windows"]) == 4
-    with accumext.audit(windows=2) as audit:
-        unwatched(1)
-    assert [(f.id, f.value) for f in audit.questions] == [
-        ("accumulation.divisor_missing", pytest.approx(N))
-    ]
-    assert len(audit.to_json()["windows"]) == 2
+    for divisor, windows, asked in ((N, 4, []), (1, 2, [("accumulation.divisor_missing", N)])):
+        with accumext.audit(windows=windows) as audit:
+            model = network()
+            train(unwatched, model, MAKERS[name](model), divisor=divisor)
+        assert audit.findings == (), str(audit)
+        assert [(f.id, f.value) for f in audit.questions] == [
+            (id, pytest.approx(value)) for id, value in asked
+        ]
+        assert len(audit.to_json()["windows"]) == windows
 
 
 def test_the_same_run_twice():

@@ -46,51 +46,12 @@ def scaled(loss: Tensor) -> Tensor:
     return GradScaler("cpu", init_scale=64.0).scale(loss)
 
 
-MEAN, SUM = ("mean", 5.0), ("sum", 5.0)
-FACTORS: dict[str, tuple[Callable[[], Tensor], list, float]] = {
-    "alone": (ce, [(*MEAN, 1)], 1),
-    "multiplied": (lambda: 3 * ce() * 0.5, [(*MEAN, 1.5)], 1.5),
-    "divided": (lambda: -(ce() / 4), [(*MEAN, -0.25)], -0.25),
-    "by a tensor": (lambda: ce() * torch.tensor([2.0]), [(*MEAN, 2)], 2),
-    "in place": (lambda: ce().mul_(2).div_(8), [(*MEAN, 0.25)], 0.25),
-    "in other shapes": (lambda: (ce()[None, None].squeeze() * 2).view(1), [(*MEAN, 2)], 2),
-    "in another dtype": (lambda: ce().double() / 2, [(*MEAN, 0.5)], 0.5),
-    "scaled": (lambda: scaled(ce() / 4), [(*MEAN, 16)], 16),
-    "summed": (lambda: ce(reduction="sum") / 10, [(*SUM, 0.1)], 0.1),
-    "stacked": (lambda: torch.stack([ce(), ce()]).mean() * 3, [(*MEAN, 1.5)] * 2, 3),
-    "stacked and summed": (lambda: torch.stack([ce() / 2, ce()]).sum() * 3,
-                           [(*MEAN, 3), (*MEAN, 1.5)], 3),
-    "in a list": (lambda: sum([ce(), ce() / 4, 2 * ce()]) / 2,
-                  [(*MEAN, 1), (*MEAN, 0.5), (*MEAN, 0.125)], 0.5),
-    "subtracted": (lambda: ce() - ce() / 2, [(*MEAN, 1), (*MEAN, -0.5)], 1),
-    "twice the same": (lambda: (one := ce()) + 2 * one, [(*MEAN, 3)], 1),
-    "weights of classes": (lambda: ce(weight=WEIGHT), [("mean", 6.5, 1)], 1),
-    "squares": (lambda: mse_loss(logits(), X + 1) / 2, [("mean", 24, 0.5)], 0.5),
-    "absolutes": (lambda: smooth_l1_loss(logits(), X + 1), [("mean", 24, 1)], 1),
-    "huber": (lambda: huber_loss(logits(), X + 1, reduction="sum"), [("sum", 24, 1)], 1),
-}  # fmt: skip
-
-
-def sorted_by_factor(rows: list) -> list:
-    return sorted(rows, key=lambda row: row[2])
-
-
-@pytest.mark.parametrize(("make", "right", "all_of_them"), FACTORS.values(), ids=FACTORS)
-def test_factors(make, right, all_of_them):
-    losses, factor, _ = read(make())
-    found = [(one.reduction, one.count, one.coefficient) for one in losses]
-    for row, (*kind, value) in zip(sorted_by_factor(found), sorted_by_factor(right), strict=True):
-        assert row == (*kind, pytest.approx(value))
-    assert all(one.known for one in losses)
-    assert factor == pytest.approx(all_of_them)
-
-
-def test_label_smoothing_is_still_a_known_loss():
-    losses, factor, _ = read(ce(label_smoothing=0.1) / 4)
-    (known,) = (one for one in losses if one.known)
-    assert (known.reduction, known.count) == MEAN
-    assert known.coefficient == pytest.approx(0.9 / 4)
-    assert factor == pytest.approx(1 / 4)
+OF_ONE = {
+    "mean": lambda x: x.mean(),
+    "sum": lambda x: x.sum(),
+    "mean of [1]": lambda x: x[None].mean(),
+    "sum of [1]": lambda x: x[None].sum(),
+}
 
 
 def own_mean(x: Tensor) -> Tensor:
@@ -101,64 +62,72 @@ def own_sum(x: Tensor) -> Tensor:
     return ((x - 1) ** 2).sum()
 
 
-@pytest.mark.parametrize(
-    ("own", "row"), [(own_mean, ("mean", 24, 0.25)), (own_sum, ("sum", None, 0.25))]
-)
-def test_losses_of_a_loop_s_own(own, row):
-    (only,), factor, _ = read(own(logits()) / 4)
-    assert (only.reduction, only.count, only.coefficient) == row
-    assert (only.known, factor) == (False, 0.25)
-
-
-CONSTANTS: dict[str, tuple[Callable[[], Tensor], list[tuple[float, bool]]]] = {
-    "alone": (ce, []),
-    "by one": (lambda: ce() * 1 / 1.0, [(1, True), (1, False)]),
-    "in other shapes": (lambda: ce()[None].squeeze().double().view(1), []),
-    "divided": (lambda: ce() / 4, [(1 / 4, True)]),
-    "multiplied": (lambda: ce() * 0.25, [(1 / 4, False)]),
-    "from the root to the loss": (lambda: -(3 * ce() / 4),
-                                  [(1 / 4, True), (3, False)]),
-    "by a tensor": (lambda: ce() / torch.tensor(8.0), [(1 / 8, True)]),
-    "in place": (lambda: ce().mul_(2).div_(8), [(1 / 8, True), (2, False)]),
-    "scaled": (lambda: scaled(ce() / 4), [(64, False), (1 / 4, True)]),
-    "a mean of one number": (lambda: ce().mean() / 4, [(1 / 4, True)]),
-    "a sum of one number": (lambda: ce()[None].sum() / 4, [(1 / 4, True)]),
-    "a mean of a mean, as of replicas": (lambda: own_mean(logits())[None].mean() / 4,
-                                         [(1 / 4, True)]),
-    "down to a list": (lambda: (ce() / 3 + 2 * ce()) / 2, [(1 / 2, True)]),
-    "down to a stack": (lambda: torch.stack([ce(), ce()]).mean() / 4, [(1 / 4, True)]),
-    "down to a sum of one's own": (lambda: own_sum(logits()) / 4, [(1 / 4, True)]),
-    "by nothing": (lambda: ce() * 0, [(0, False)]),
-    "divided, then by nothing": (lambda: ce() / 4 * 0, [(0, False)]),
+MEAN, SUM, OWN = (True, "mean", 5.0), (True, "sum", 5.0), (False, "mean", 24)
+# What is made: its losses, each with its factor; the constants from the root to them, or to a list.
+LOSSES: dict[str, tuple[Callable[[], Tensor], list, list[tuple[float, bool]]]] = {
+    "alone": (ce, [(*MEAN, 1)], []),
+    "by one": (lambda: ce() * 1 / 1.0, [(*MEAN, 1)], [(1, True), (1, False)]),
+    "multiplied": (lambda: 3 * ce() * 0.25, [(*MEAN, 0.75)], [(0.25, False), (3, False)]),
+    "divided": (lambda: -(ce() / 4), [(*MEAN, -0.25)], [(0.25, True)]),
+    "from the root": (lambda: -(3 * ce() / 4), [(*MEAN, -0.75)], [(0.25, True), (3, False)]),
+    "by nothing": (lambda: ce() * 0, [(*MEAN, 0)], [(0, False)]),
+    "divided, then by nothing": (lambda: ce() / 4 * 0, [(*MEAN, 0)], [(0, False)]),
+    "by a tensor": (lambda: ce() * torch.tensor([2.0]), [(*MEAN, 2)], [(2, False)]),
+    "divided by one": (lambda: ce() / torch.tensor(8.0), [(*MEAN, 0.125)], [(0.125, True)]),
+    "in place": (lambda: ce().mul_(2).div_(8), [(*MEAN, 0.25)], [(0.125, True), (2, False)]),
+    "in other shapes": (lambda: (ce()[None, None].squeeze() * 2).view(1),
+                        [(*MEAN, 2)], [(2, False)]),
+    "in another dtype": (lambda: ce().double() / 2, [(*MEAN, 0.5)], [(0.5, True)]),
+    "in both": (lambda: ce()[None].squeeze().double().view(1), [(*MEAN, 1)], []),
+    "scaled": (lambda: scaled(ce() / 4), [(*MEAN, 16)], [(64, False), (0.25, True)]),
+    "summed": (lambda: ce(reduction="sum") / 10, [(*SUM, 0.1)], [(0.1, True)]),
+    "stacked": (lambda: torch.stack([ce(), ce()]).mean() * 3, [(*MEAN, 1.5)] * 2, [(3, False)]),
+    "stacked and summed": (lambda: torch.stack([ce() / 2, ce()]).sum() * 3,
+                           [(*MEAN, 3), (*MEAN, 1.5)], [(3, False)]),
+    "in a list": (lambda: sum([ce(), ce() / 4, 2 * ce()]) / 2,
+                  [(*MEAN, 1), (*MEAN, 0.5), (*MEAN, 0.125)], [(0.5, True)]),
+    "subtracted": (lambda: ce() - ce() / 2, [(*MEAN, 1), (*MEAN, -0.5)], []),
+    "twice the same": (lambda: (one := ce()) + 2 * one, [(*MEAN, 3)], []),
+    "weights of classes": (lambda: ce(weight=WEIGHT), [(True, "mean", 6.5, 1)], []),
+    "squares": (lambda: mse_loss(logits(), X + 1) / 2, [(True, "mean", 24, 0.5)], [(0.5, True)]),
+    "absolutes": (lambda: smooth_l1_loss(logits(), X + 1), [(True, "mean", 24, 1)], []),
+    "huber": (lambda: huber_loss(logits(), X + 1, reduction="sum"), [(True, "sum", 24, 1)], []),
+    "one's own mean": (lambda: own_mean(logits()) / 4, [(*OWN, 0.25)], [(0.25, True)]),
+    "one's own sum": (lambda: own_sum(logits()) / 4, [(False, "sum", None, 0.25)], [(0.25, True)]),
+    "a mean of losses of rows": (lambda: ce(reduction="none").mean() / 4,
+                                 [(False, "mean", 6, 0.25)], [(0.25, True)]),
+    # As over the losses of replicas, which are the losses.
+    **{f"a {of} of one number": (lambda way=way: way(ce()) / 4, [(*MEAN, 0.25)], [(0.25, True)])
+       for of, way in OF_ONE.items()},
+    **{f"a {of} of a mean": (lambda way=way: way(own_mean(logits())) / 4,
+                             [(*OWN, 0.25)], [(0.25, True)])
+       for of, way in OF_ONE.items()},
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "right"), CONSTANTS.values(), ids=CONSTANTS)
-def test_constants_from_the_root_to_the_losses(make, right):
-    _, factor, constants = read(make())
-    assert [(one.value, one.divided) for one in constants] == [
-        (pytest.approx(value), divided) for value, divided in right
+@pytest.mark.parametrize(("make", "right", "constants"), LOSSES.values(), ids=LOSSES)
+def test_losses_their_factors_and_constants(make, right, constants):
+    losses, factor, found = read(make())
+    rows = [(one.known, one.reduction, one.count, one.coefficient) for one in losses]
+    for row, (*kind, value) in zip(sorted_by_factor(rows), sorted_by_factor(right), strict=True):
+        assert row == (*kind, pytest.approx(value))
+    assert [(one.value, one.divided) for one in found] == [
+        (pytest.approx(value), divided) for value, divided in constants
     ]
-    assert abs(factor) == pytest.approx(math.prod(value for value, _ in right))
+    assert abs(factor) == pytest.approx(math.prod(value for value, _ in constants))
+    assert factor >= 0 or [factor] == [pytest.approx(row[-1]) for row in right]
 
 
-OF_ONE = [lambda x: x.mean(), lambda x: x.sum(), lambda x: x[None].mean(), lambda x: x[None].sum()]
+def sorted_by_factor(rows: list) -> list:
+    return sorted(rows, key=lambda row: row[-1])
 
 
-@pytest.mark.parametrize("of_one", OF_ONE, ids=["mean", "sum", "mean of [1]", "sum of [1]"])
-@pytest.mark.parametrize(
-    ("make", "row"), [(ce, (True, *MEAN)), (lambda: own_mean(logits()), (False, "mean", 24))]
-)
-def test_a_mean_of_one_number_is_no_loss(of_one, make, row):
-    """As over the losses of replicas, which are the losses"""
-    (only,), *_ = read(of_one(make()) / 4)
-    assert (only.known, only.reduction, only.count, only.coefficient) == (*row, 0.25)
-
-
-def test_a_mean_of_several_numbers_is_a_loss():
-    """Of what has no reduction, such as losses of each row"""
-    (only,), *_ = read(ce(reduction="none").mean() / 4)
-    assert (only.known, only.reduction, only.count, only.coefficient) == (False, "mean", 6, 0.25)
+def test_label_smoothing_is_still_a_known_loss():
+    losses, factor, _ = read(ce(label_smoothing=0.1) / 4)
+    (known,) = (one for one in losses if one.known)
+    assert (known.known, known.reduction, known.count) == MEAN
+    assert known.coefficient == pytest.approx(0.9 / 4)
+    assert factor == pytest.approx(1 / 4)
 
 
 def of_trunk() -> Tensor:

@@ -34,17 +34,17 @@ from records import (
 from torch import nn
 
 import accumext
-from accumext.auditing import Audit, Finding, _report
+from accumext.auditing import Audit, Finding, _report, _words
 from accumext.auditing._events import Record, Window, view_of
 from accumext.auditing._judge import Judgement, judge
 from accumext.auditing._observe import Observer
-from accumext.auditing._words import KINDS, Said, mib, numbered, several, some
+from accumext.auditing._words import KINDS, mib, numbered, several, some
 
 ASKED = [id for id, kind in KINDS.items() if kind.right_if]
 
 
 def finding(id: str, where: str = STEP, evidence: str = "seen so", asks: bool = False) -> Finding:
-    return Said(id, 4.0, where, evidence, asks).finding()
+    return _words.finding(id, 4.0, where, evidence, asks)
 
 
 def judgement(

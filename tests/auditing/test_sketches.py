@@ -7,19 +7,7 @@ from dataclasses import replace
 import pytest
 import records
 import torch
-from records import (
-    BOTH,
-    OTHER,
-    WRAPPED,
-    backward,
-    clip,
-    passes,
-    random_sketch,
-    record,
-    step,
-    total,
-    window,
-)
+from records import BOTH, OTHER, backward, clip, passes, random_sketch, record, step, total, window
 from torch import Tensor
 
 from accumext.auditing import _sketch
@@ -86,7 +74,7 @@ def test_passes_that_were_cleared_and_are_in_it_were_kept_by_the_loop():
         fit = fit_of(one)
         assert factors_of(one) == pytest.approx(factors)
         assert (fit.equal, fit.by_hand) == (factors == [1.0] * 3, by_hand)
-        assert not fit_of(replace(one, optimizers=WRAPPED)).by_hand  # which sums elsewhere
+        assert not fit_of(replace(one, optimizers=records.WRAPPED)).by_hand  # which sums elsewhere
 
 
 def test_a_factor_of_rounding_is_none():
@@ -222,7 +210,7 @@ def test_what_clips_did_to_the_sum_of_a_wrapper_is_not_claimed():
     a, b = passes([1.0] * 2)
     events = a, clip(4.0, 1.0), b, step(total([a, b], [0.25, 1.0]))
     assert factors_of(record(*events)) == pytest.approx([1.0, 1.0])
-    assert factors_of(record(*events, optimizers=WRAPPED)) is None
+    assert factors_of(record(*events, optimizers=records.WRAPPED)) is None
 
 
 def test_passes_of_all_processes():

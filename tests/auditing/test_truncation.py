@@ -127,6 +127,17 @@ def test_what_is_not_measured_or_exact(options):
     assert "truncation.distance" not in dict(asked(audit))
 
 
+def test_without_a_model_there_is_nothing_to_measure_before_a_pass():
+    one, (targets, x) = model(), batch()
+    state = one.encoder(x).detach()
+    none = pytest.raises(RuntimeError, match=r"^audit: model must be given .*, got None$")
+    with accumext.audit() as audit:
+        with none:
+            audit.measure_truncation(one, targets, state, criterion=cross_entropy, k1=1)
+        one(targets[0], state)[0].square().sum().backward()
+        assert audit.measure_truncation(one, targets, state, criterion=cross_entropy, k1=1) > 0
+
+
 # --- decode_loss ----------------------------------------------------------------------------------
 
 

@@ -10,12 +10,11 @@ import itertools
 import audited
 import by_definition
 import torch
-from audited import SCALE, N, network, of_rows, rows, scaler_of, sgd, train
+from audited import SCALE, N, judged, network, of_rows, rows, scaler_of, sgd, stepping, train
 from by_definition import Plain
 from cases import wrong
 from torch import Tensor, nn
 from torch.nn.functional import (
-    binary_cross_entropy_with_logits,
     cross_entropy,
     kl_div,
     log_softmax,
@@ -104,14 +103,11 @@ def zero_grad_forgotten(watch, model, optimizer):
 @wrong("accumulation.counted_again", 4, also=("memory.losses_summed",))
 def running_total_with_retain_graph(watch, model, optimizer):
     """`total += loss; total.backward(retain_graph=True)`, the way out of an error message."""
-    with watch(model, optimizer):
-        for window in audited.windows_of(rows()):
-            total = 0
-            for x, y in window:
-                total = total + of_rows(model, x, y) / N
-                total.backward(retain_graph=True)
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, optimizer, audited.windows_of(rows())):
+        total = 0
+        for x, y in window:
+            total = total + of_rows(model, x, y) / N
+            total.backward(retain_graph=True)
 
 
 # --- clips, loss scales and schedules -------------------------------------------------------------
@@ -120,11 +116,7 @@ def running_total_with_retain_graph(watch, model, optimizer):
 @wrong("clip.before_unscale", SCALE, at="clip_grad_norm_(")
 def clip_of_scaled_gradients(watch, model, optimizer):
     """AMP: clipped without `unscale_` before."""
-
-    def clip():
-        clip_grad_norm_(model.parameters(), 1.0)
-
-    return train(watch, model, optimizer, scaler=scaler_of(), before=clip)
+    return train(watch, model, optimizer, scaler=scaler_of(), before=audited.clipping(model, 1.0))
 
 
 @wrong("clip.per_micro_batch", 4, at="clip_grad_norm_(")
@@ -173,12 +165,10 @@ def update_with_every_micro_batch(watch, model, optimizer):
 def scale_set_inside_the_window(watch, model, optimizer):
     """AMP: the scale is halved by hand between two micro-batches whose gradients add up."""
     scaler = scaler_of()
-
-    def halve(i):
-        if i % N == 1:
-            scaler.update(scaler.get_scale() / 2)
-
-    return train(watch, model, optimizer, scaler=scaler, each=halve)
+    return train(
+        watch, model, optimizer, scaler=scaler,
+        each=lambda i: scaler.update(scaler.get_scale() / 2) if i % N == 1 else None,
+    )  # fmt: skip
 
 
 @wrong("scaler.unscale_missing", SCALE, at="step(")
@@ -224,21 +214,16 @@ def schedule_first(watch, model, optimizer):
 
 
 def greedy_decoder(watch, validate=False):
-    model = audited.Decoder(VOCABULARY)
-    optimizer = sgd(model)
-    with watch(model, optimizer) as audit:
-        for sentence in audited.sentences(2, STEPS, VOCABULARY):
-            if validate:
-                audited.decoded(model, *sentence).item()
-            audited.decoded(model, *sentence).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return audit
+    model, sentences = audited.Decoder(VOCABULARY), audited.sentences(2, STEPS, VOCABULARY)
+    for sentence in stepping(watch, model, sgd(model), sentences):
+        if validate:
+            audited.decoded(model, *sentence).item()
+        audited.decoded(model, *sentence).backward()
 
 
 def kept_for_a_pass(_: Plain) -> float:
     """Without the validation, whose graph is no part of it."""
-    return max(greedy_decoder(Plain).kept)
+    return max(audited.run(greedy_decoder_in_one_graph, Plain)[0].kept)
 
 
 @wrong("memory.graph", kept_for_a_pass, asks=True)
@@ -384,14 +369,12 @@ def discriminator_in_the_generator(watch):
     noise = torch.Generator().manual_seed(4)
     with watch(both, of_g):
         for x, _ in rows(4):
-            ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
             z = torch.randn(len(x), 8, generator=noise)
             of_d.zero_grad()
-            of_judge = binary_cross_entropy_with_logits(d(x), ones)
-            of_judge = of_judge + binary_cross_entropy_with_logits(d(g(z)), zeros)
+            of_judge = judged(d(x), 1) + judged(d(g(z)), 0)
             of_judge.backward()
             of_d.step()
-            binary_cross_entropy_with_logits(d(g(z)), ones).backward()
+            judged(d(g(z)), 1).backward()
             of_g.step()
             of_g.zero_grad()
 
@@ -404,12 +387,10 @@ def unscaled_after_the_first_backward(watch, model, optimizer):
     """AMP: `i % n == 0` instead of `(i + 1) % n == 0`: three passes add scaled gradients to one
     that was unscaled, and the scaler's step does not unscale again."""
     scaler = scaler_of()
-
-    def unscale(i):
-        if i % N == 0:
-            scaler.unscale_(optimizer)
-
-    return train(watch, model, optimizer, scaler=scaler, each=unscale)
+    return train(
+        watch, model, optimizer, scaler=scaler,
+        each=lambda i: scaler.unscale_(optimizer) if i % N == 0 else None,
+    )  # fmt: skip
 
 
 @wrong("clip.empty", N, at="clip_grad_norm_(")
@@ -434,12 +415,7 @@ def clip_of_an_exhausted_generator(watch, model, optimizer):
 def schedule_twice_in_a_window(watch, model, optimizer):
     """The schedule steps with every second micro-batch, the optimizer with every fourth."""
     schedule = ExponentialLR(optimizer, gamma=0.99)
-
-    def end(i):
-        if i % 2 == 1:
-            schedule.step()
-
-    return train(watch, model, optimizer, end=end)
+    return train(watch, model, optimizer, end=lambda i: schedule.step() if i % 2 else None)
 
 
 # --- parts that do not fit: what is not trained ---------------------------------------------------

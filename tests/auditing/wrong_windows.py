@@ -4,30 +4,17 @@ As in wrong_loops.py, each with the id of its mistake, how large that is, and a 
 that is at fault.
 """
 
-import copy
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import audited
 import torch
-from audited import (
-    IGNORED,
-    Batch,
-    N,
-    at_two_lines,
-    network,
-    of_labels,
-    of_rows,
-    rows,
-    scaler_of,
-    sgd,
-    train,
-)
+from audited import N, judged, network, of_labels, of_rows, rows, sgd, stepping, train, unwatched
 from by_definition import Plain
 from cases import wrong
 from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -37,46 +24,35 @@ SEEN = 10  # windows to look at, so that the end of a loop is seen
 ROWS = 8  # of a micro-batch
 
 
-def ends_window(i: int) -> bool:
-    return (i + 1) % N == 0
-
-
-def epoch(
+def epochs(
+    watch: Any,
     model: nn.Module,
     optimizer: Any,
-    loader: Sequence[Batch],
+    loader: Sequence[audited.Batch],
     loss_of: Callable[..., Tensor] = of_rows,
     *,
+    times: int = 3,
     divisor: int = N,
     steps_at_the_end: bool = False,
 ) -> None:
     """The loop of tutorials: a step after every N micro-batches, counted from the epoch's first."""
-    for i, (x, y) in enumerate(loader):
-        (loss_of(model, x, y) / divisor).backward()
-        if ends_window(i) or (steps_at_the_end and i + 1 == len(loader)):
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def epochs(
-    watch: Any, model: nn.Module, optimizer: Any, *of: Any, times: int = 3, **how: Any
-) -> Any:
     with watch(model, optimizer, windows=SEEN):
         for _ in range(times):
-            epoch(model, optimizer, *of, **how)
+            for i, (x, y) in enumerate(loader, 1):
+                (loss_of(model, x, y) / divisor).backward()
+                if i % N == 0 or (steps_at_the_end and i == len(loader)):
+                    optimizer.step()
+                    optimizer.zero_grad()
 
 
-def in_windows(
+def divided(
     watch: Any, model: nn.Module, optimizer: Any, lengths: Sequence[int], divisors: Sequence[float]
-) -> Any:
+) -> None:
     """Windows of so many micro-batches, each with a divisor of its own."""
-    batches = iter(rows(sum(lengths)))
-    with watch(model, optimizer, windows=SEEN):
-        for length, divisor in zip(lengths, divisors, strict=True):
-            for _ in range(length):
-                (of_rows(model, *next(batches)) / divisor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    windows = zip(audited.in_windows(*lengths), divisors, strict=True)
+    for window, divisor in stepping(watch, model, optimizer, windows, windows=SEEN):
+        for x, y in window:
+            (of_rows(model, x, y) / divisor).backward()
 
 
 def of_own(model: nn.Module, x: Tensor, _: Tensor) -> Tensor:
@@ -116,18 +92,11 @@ def rest_of_masked_means(watch, model, optimizer):
 @wrong("accumulation.leftover", (N + REST) / N, also=("accumulation.unused",))
 def rest_of_another_loop(watch, model, optimizer):
     """Warm-up and training written one after the other: two lines add to one window."""
-    batches = rows(2 * N + REST)
     with watch(model, optimizer, windows=SEEN):
-        for i, (x, y) in enumerate(batches):
+        for x, y in stepping(unwatched, model, optimizer, rows(2 * N + REST), every=N):
             (of_rows(model, x, y) / N).backward()
-            if ends_window(i):
-                optimizer.step()
-                optimizer.zero_grad()
-        for i, (x, y) in enumerate(batches):
+        for x, y in stepping(unwatched, model, optimizer, rows(2 * N + REST), every=N):
             (of_rows(model, x, y) / N).backward()
-            if ends_window(i):
-                optimizer.step()
-                optimizer.zero_grad()
 
 
 @wrong("accumulation.unused", REST, asks=True)
@@ -146,13 +115,12 @@ def generator_in_the_discriminator(watch):
     noise = torch.Generator().manual_seed(4)
     with watch(both, of_d):
         for x, _ in rows(4):
-            ones, zeros = torch.ones(len(x), 1), torch.zeros(len(x), 1)
             fake = g(torch.randn(len(x), 8, generator=noise))
-            binary_cross_entropy_with_logits(d(x), ones).backward()
-            binary_cross_entropy_with_logits(d(fake.detach()), zeros).backward()
+            judged(d(x), 1).backward()
+            judged(d(fake.detach()), 0).backward()
             of_d.step()
             of_d.zero_grad()
-            of_generator = binary_cross_entropy_with_logits(d(fake), ones)
+            of_generator = judged(d(fake), 1)
             of_generator.backward()
             of_g.step()
             of_g.zero_grad()
@@ -176,13 +144,13 @@ def last_window_of_a_loss_of_ones_own(watch, model, optimizer):
 @wrong("accumulation.partial", REST / N)
 def last_window_at_two_lines(watch, model, optimizer):
     """The same with DDP, whose loop has a line for the last micro-batch of a window."""
-    return at_two_lines(watch, model, optimizer, (N, N, REST) * 2, divisor=N)
+    return audited.at_two_lines(watch, model, optimizer, (N, N, REST) * 2, divisor=N)
 
 
 @wrong("accumulation.varying", 1 / 3)
 def tail_that_ends_early(watch, model, optimizer):
     """timm's train.py, 7 batches over 4: a tail of three is divided by 3, and makes two steps."""
-    return in_windows(watch, model, optimizer, (4, 2, 1) * 2, (4, 3, 3) * 2)
+    return divided(watch, model, optimizer, (4, 2, 1) * 2, (4, 3, 3) * 2)
 
 
 # Of each micro-batch of two rows of six labels: some in both, some in the first alone.
@@ -193,7 +161,7 @@ def least_share(_: Plain) -> float:
     """Of a window's labels in labels and fully masked rows, which all are divided by."""
     shares = []
     for window in audited.windows_of(audited.tagged(3 * N, MASKED)):
-        counts = torch.cat([(y != IGNORED).sum(1) for _, y in window])
+        counts = torch.cat([(y != audited.IGNORED).sum(1) for _, y in window])
         shares.append(float(counts.sum() / (counts.sum() + (counts == 0).sum())))
     return min(shares)
 
@@ -201,19 +169,17 @@ def least_share(_: Plain) -> float:
 @wrong("accumulation.varying", least_share)
 def masked_rows_that_count_one(watch, model, optimizer):
     """miles, which trains by RL: `mask.sum(1).clamp_min(1)` adds a label per fully masked row."""
-    with watch(model, optimizer):
-        for window in audited.windows_of(audited.tagged(3 * N, MASKED)):
-            divisor = sum((y != IGNORED).sum(1).clamp_min(1).sum() for _, y in window)
-            for x, y in window:
-                (of_labels(model, x, y, "sum") / divisor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    windows = audited.windows_of(audited.tagged(3 * N, MASKED))
+    for window in stepping(watch, model, optimizer, windows):
+        divisor = sum((y != audited.IGNORED).sum(1).clamp_min(1).sum() for _, y in window)
+        for x, y in window:
+            (of_labels(model, x, y, "sum") / divisor).backward()
 
 
 @wrong("accumulation.divided_by_less", 10 / N, asks=True)
 def windows_longer_than_the_divisor(watch, model, optimizer):
     """Accelerate, two models with an `accumulate` each: one counter, and windows of all batches."""
-    return in_windows(watch, model, optimizer, (10,) * 3, (N,) * 3)
+    return divided(watch, model, optimizer, (10,) * 3, (N,) * 3)
 
 
 TOKENS = 8  # of a sequence, the first of which is no label
@@ -223,18 +189,12 @@ TOKENS = 8  # of a sequence, the first of which is no label
 def labels_counted_before_the_shift(watch):
     """GPT-2 in transformers' Trainer: labels are counted before the shift that drops one."""
     model = nn.Sequential(nn.Embedding(8, 16), network())
-    optimizer = sgd(model)
     sequences = [tokens[None] for _, tokens in rows(3 * N)]
-    with watch(model, optimizer):
-        for begin in range(0, len(sequences), N):
-            window = sequences[begin : begin + N]
-            counted = sum(tokens.numel() for tokens in window)
-            for tokens in window:
-                logits, labels = model(tokens)[:, :-1], tokens[:, 1:]
-                loss = cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-                (loss / counted).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, sgd(model), audited.windows_of(sequences)):
+        counted = sum(tokens.numel() for tokens in window)
+        for tokens in window:
+            logits, labels = model(tokens)[:, :-1], tokens[:, 1:]
+            (audited.of_tokens(logits, labels, "sum") / counted).backward()
 
 
 @wrong("accumulation.window_of_one", 1 / N, asks=True)
@@ -325,29 +285,23 @@ def average_with_every_micro_batch(watch, model, optimizer):
 @wrong("average.per_micro_batch", N)
 def teacher_with_every_micro_batch(watch, model, optimizer):
     """DINO-like: the teacher follows the student four times for each of its steps."""
-    teacher = copy.deepcopy(model).requires_grad_(False)
-
-    def follow(_):
-        with torch.no_grad():
-            for p, q in zip(teacher.parameters(), model.parameters(), strict=True):
-                p.lerp_(q, 0.01)
-
-    def loss_of(model, x, _):
-        return mse_loss(model(x), teacher(x + 0.1))
-
-    return train(watch, model, optimizer, loss_of=loss_of, end=follow)
+    teacher = audited.copy_of(model)
+    return train(
+        watch, model, optimizer, loss_of=lambda model, x, _: mse_loss(model(x), teacher(x + 0.1)),
+        end=lambda _: audited.follow(teacher, model, 0.01),
+    )  # fmt: skip
 
 
 def overflowing(
     watch: Any,
     model: nn.Module,
     optimizer: Any,
-    end_of_window: Callable[[], object],
+    after: Callable[[], object],
     windows: int = 4,
     growth_interval: int = 2000,
 ) -> Any:
     """AMP: sums over rows overflow at the scale's first value, and do not at a fourth of it."""
-    scaler = scaler_of(
+    scaler = audited.scaler_of(
         init_scale=2.0**127, growth_factor=4.0, backoff_factor=0.25, growth_interval=growth_interval
     )
 
@@ -358,13 +312,9 @@ def overflowing(
         for parameter in model.parameters():
             parameter.grad /= N * ROWS
 
-    def end(i):
-        if ends_window(i):
-            end_of_window()
-
     return train(
         watch, model, optimizer, rows(windows * N), loss_of, divisor=1, scaler=scaler,
-        before=divide, end=end, windows=SEEN,
+        before=divide, after=after, windows=SEEN,
     )  # fmt: skip
 
 
@@ -381,9 +331,7 @@ def schedule_after_every_skipped_step(watch, model, optimizer):
     """AMP: Lightning's schedule per step moves on where the scaler skipped the step: in windows 1,
     4 and 7 of 8."""
     schedule = ExponentialLR(optimizer, gamma=0.9)
-    return overflowing(
-        watch, model, optimizer, lambda: schedule.step(), windows=8, growth_interval=2
-    )
+    return overflowing(watch, model, optimizer, lambda: schedule.step(), 8, growth_interval=2)
 
 
 @wrong("modules.batchnorm_eval", 2, asks=True)
@@ -407,14 +355,8 @@ def validation_without_train(watch):
 @wrong("memory.losses_summed", N, asks=True)
 def losses_summed_over_the_window(watch, model, optimizer):
     """torchtune in 2024, for a time: a window's losses are summed, and backward runs once."""
-    with watch(model, optimizer):
-        for window in audited.windows_of(rows()):
-            total = 0
-            for x, y in window:
-                total = total + of_rows(model, x, y) / N
-            total.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    for window in stepping(watch, model, optimizer, audited.windows_of(rows())):
+        sum(of_rows(model, x, y) / N for x, y in window).backward()
 
 
 PASSES = 10  # until the state is dropped
@@ -438,11 +380,10 @@ class Keeping(nn.Module):
 def lstm_that_keeps_its_state(watch):
     """`backward(retain_graph=True)`, since torch's error message of a second backward names it."""
     model = Keeping()
-    optimizer = sgd(model)
-    with watch(model, optimizer):
-        for i, (x, y) in enumerate(audited.tagged(3 * PASSES, [12])):
-            (of_labels(model, x, y) / PASSES).backward(retain_graph=True)
-            if (i + 1) % PASSES == 0:
-                optimizer.step()
-                optimizer.zero_grad()
-                model.state = None
+
+    def drop():
+        model.state = None
+
+    batches = audited.tagged(3 * PASSES, [12])
+    for x, y in stepping(watch, model, sgd(model), batches, every=PASSES, after=drop):
+        (of_labels(model, x, y) / PASSES).backward(retain_graph=True)
