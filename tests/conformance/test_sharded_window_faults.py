@@ -169,6 +169,34 @@ def test_copies_of_a_window_that_fsdp_holds(rank, world):
     return as_expected(model, opt, by_hand(world, 0, 8))
 
 
+@across(2, cases={"empty": {"count": 0}, "open": {"count": 2}})
+def test_accumulate_with_a_window_that_is_sent_once(rank, world, count):
+    """`accumulate` with `synchronize="window"` is refused, also in a window; nothing is lost"""
+    model, opt = training()
+    share, parameters = own_share(rank, world, 8), opt.param_groups[0]["params"]
+    train_inside(opt, model, share[:count])
+    if count == 0:
+        loss_of(model, share[0][0]).backward()  # FSDP reduces it at once
+    else:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+
+    def seen():
+        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        return [t.detach().to_local().clone() for t in tensors], shares.held(opt)
+
+    before, error, after = seen(), error_of(opt.accumulate), seen()
+    opt.zero_grad()
+    train_inside(opt, model, share[count:])
+    assert error == (
+        f"RuntimeError: {OP}.accumulate: gradients must be formed inside `with "
+        "opt.micro_batch(model):` where synchronize='window', got some of another pass"
+    )
+    assert_equal(after[0], before[0])
+    assert after[1] == before[1] == count
+    return as_expected(model, opt, by_hand(world, 0, 8))
+
+
 @across(2, cases=BOTH if shares.FINALIZES else {"backward": BOTH["backward"]})
 def test_a_flush_where_one_rank_has_dropped_its_window(rank, world, synchronize):
     """A `flush` where one rank has discarded its micro-batches is an error on all, not a hang"""
