@@ -24,23 +24,25 @@ def own_share(rank, world, count=None, dtype=torch.float64, weighted=True):
     return list(zip(batches, weights))[:count]
 
 
-def by_hand(world, begin=0, end=COUNT, window=WINDOW, make=oracle.adam, weights=WEIGHTS, **options):
-    """One process that sees the micro-batches of all; `begin` and `end` are those of a rank."""
-    some = slice(begin * world, end * world)
-    options = {"weights": weights and weights[some], "max_norm": MAX_NORM, **options}
-    return oracle.train_by_hand(make, BATCHES[some], window * world, **options)
-
-
-def by_windows(world, *windows, model=None, make=oracle.adam, max_norm=MAX_NORM):
-    """The same after windows of any size: each from one micro-batch of every rank to another."""
+def by_windows(world, *windows, model=None, make=oracle.adam, weights=WEIGHTS, **options):
+    """One process that sees the micro-batches of all, after windows that each begin and end with
+    one micro-batch of every rank."""
     model = oracle.make_model() if model is None else model
     trained = [p for p in model.parameters() if p.requires_grad]
-    plain = oracle.ByHand(trained, make, max_norm=max_norm)
+    plain = oracle.ByHand(trained, make, **{"max_norm": MAX_NORM, **options})
     for begin, end in windows:
         for number in range(begin * world, end * world):
-            plain.add(oracle.loss_of(model, BATCHES[number]), WEIGHTS[number])
+            weight = weights[number] if weights else 1.0
+            plain.add(oracle.loss_of(model, BATCHES[number]), weight)
         plain.step()
     return oracle.parameters_of(model)
+
+
+def by_hand(world, begin=0, end=None, window=WINDOW, **options):
+    """The same after windows of one size, the last perhaps partial."""
+    end = COUNT // world if end is None else end
+    starts = range(begin, end, window)
+    return by_windows(world, *((start, min(start + window, end)) for start in starts), **options)
 
 
 # Models, and their wrappers

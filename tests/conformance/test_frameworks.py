@@ -10,7 +10,7 @@ from support import optimizer_oracle as oracle
 from support.optimizer_oracle import adam, assert_close, loss_of, make_model, parameters_of
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader
-from your_loops import frameworks
+from your_loops import LIGHTNING, TRAINER, frameworks
 
 from accumext import AccumulatingOptimizer
 
@@ -92,16 +92,10 @@ def make_trainer(folder, model, opt, schedule, accumulation, clip=None, data=ROW
     pytest.importorskip("accelerate")
     args = transformers.TrainingArguments(
         output_dir=str(folder),
-        num_train_epochs=1,
         per_device_train_batch_size=len(BATCHES[0]),
         gradient_accumulation_steps=accumulation,
-        train_sampling_strategy="sequential",
         max_grad_norm=clip or 0.0,
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **{"save_strategy": "no", **kwargs},
+        **(TRAINER | kwargs),
     )
     model = model if isinstance(model, Rows) else Rows(model)
     return transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
@@ -148,15 +142,8 @@ def make_module(model, opt, schedule, loss_weights=None):
 
 
 def fit(folder, module, ckpt_path=None, **kwargs):
-    trainer = pytest.importorskip("lightning").Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, **kwargs},
-    )
+    options = LIGHTNING | {"default_root_dir": folder, **kwargs}
+    trainer = pytest.importorskip("lightning").Trainer(**options)
     trainer.fit(module, DataLoader(BATCHES, batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
@@ -226,9 +213,8 @@ def test_accelerate_with_a_scaler(window):
     _, optimizer, scheduler = accelerator.prepare(module, opt, ExponentialLR(opt, 0.5))
     taken = []
     for number in range(4 * window):
-        factor = (
-            oracle.INF if number == window else 1.0
-        )  # the first micro-batch of the second window
+        # the first micro-batch of the second window
+        factor = oracle.INF if number == window else 1.0
         accelerator.backward(parameter * factor)
         optimizer.step()
         scheduler.step()

@@ -96,23 +96,13 @@ def trained(name, side, batches, tmp_path, model=None):
     train, loop = function(name, side), LOOPS[name]
     model = loop.model() if model is None else model
     if name == "lightning":
-        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        options = dict.fromkeys(quiet, False) | {"max_epochs": 1, "accelerator": "cpu"}
-        returned = train(model, loader(batches), N, default_root_dir=tmp_path, **options)
+        options = your_loops.LIGHTNING | {"default_root_dir": tmp_path}
+        returned = train(model, loader(batches), N, **options)
     elif name == "trainer":
-        options = {
-            "output_dir": str(tmp_path),
-            "num_train_epochs": 1,
-            "per_device_train_batch_size": len(batches[0][0]),
-            "train_sampling_strategy": "sequential",
-            "logging_strategy": "no",
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-        }
+        size = {"per_device_train_batch_size": len(batches[0][0])}
         data = [{"x": x, "labels": y} for batch in batches for x, y in zip(*batch)]
-        returned = train(Labelled(model), data, N, **options)
+        options = your_loops.TRAINER | size
+        returned = train(Labelled(model), data, N, output_dir=str(tmp_path), **options)
     else:
         returned = train(model, loader(batches), N, *(["cpu"] if loop.device else []))
     return parameters_of(model), returned

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
-from support.optimizer_oracle import windows_of
+from support.optimizer_oracle import ByHand, parameters_of, windows_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -37,6 +37,24 @@ frameworks = [
         "ignore:.pin_memory. argument is set as true:UserWarning",
     ),
 ]
+# Lightning's and transformers' trainers write, print and log nothing.
+LIGHTNING = {
+    "accelerator": "cpu",
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+TRAINER = {
+    "num_train_epochs": 1,
+    "train_sampling_strategy": "sequential",
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
 FOLDER = ROOT / "examples" / "from_your_loop"
 SIDES = ("before", "after")
 N = 4  # batches of a step
@@ -210,22 +228,15 @@ def by_definition(
 ) -> tuple[list[Tensor], list[float]]:
     """Parameters after a step on each window's gradient, and the norms before clipping.
 
-    The losses of a window are one graph, and their weighted sum is divided by the weights, or by
-    `divisor`.
+    The weighted sum of a window's losses is divided by the weights, or by `divisor`.
     """
-    model = loop.model()
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    norms = []
+    model, make = loop.model(), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    options = {"max_norm": loop.max_norm, "reduction": "sum" if divisor else "mean"}
+    by_hand, norms = ByHand(model.parameters(), make, **options), []
     for window in windows_of(batches, n):
-        weights = [loop.weight(batch) for batch in window]
-        losses = [w * loop.loss(model, batch) for w, batch in zip(weights, window)]
-        total = torch.stack(losses).sum() / (divisor or sum(weights))
-        grads = torch.autograd.grad(total, parameters)
-        norms.append(torch.cat([grad.flatten() for grad in grads]).norm().item())
-        limit = loop.max_norm if loop.max_norm is not None else float("inf")
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad * min(1.0, limit / (norms[-1] + 1e-6))
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] *= loop.gamma
-    return [p.detach() for p in parameters], norms
+        for batch in window:
+            by_hand.add(loop.loss(model, batch), loop.weight(batch) / (divisor or 1.0))
+        norms.append(by_hand.norm())
+        by_hand.step()
+        by_hand.optimizer.param_groups[0]["lr"] *= loop.gamma
+    return parameters_of(model), norms

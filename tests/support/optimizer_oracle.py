@@ -249,13 +249,13 @@ class ByHand:
         divisor = (self._weight or 1.0) if self.reduction == "mean" else 1.0
         return [self._sums[p] / divisor if p in self._sums else None for p in self._held()]
 
+    def norm(self) -> float:
+        """The norm of the window's gradient, before it is clipped."""
+        return torch.cat([g.flatten() for g in self.gradient() if g is not None]).norm().item()
+
     def clipped(self) -> list[Tensor | None]:
-        grads = self.gradient()
-        if self.max_norm is None:
-            return grads
-        norm = torch.cat([g.flatten() for g in grads if g is not None]).norm().item()
-        coef = min(1.0, self.max_norm / (norm + 1e-6))
-        return [None if g is None else g * coef for g in grads]
+        coef = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm() + 1e-6))
+        return [None if g is None else g * coef for g in self.gradient()]
 
     def give(self) -> None:
         """The window's gradient to what the optimizer steps on; the next window begins."""
