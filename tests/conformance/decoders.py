@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.optimizer_oracle import assert_close
+from support.optimizer_oracle import ByHand, assert_close, parameters_of, sgd
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -206,6 +206,21 @@ def gradients(kind, feedback, batches=1, dtype=torch.float64):
         loss = model.by_the_book(features.to(dtype), targets, feedback)
         loss.backward()
     return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def momentum(parameters):
+    return sgd(parameters, lr=0.5, momentum=0.9)
+
+
+def by_hand(kind, window, **options):
+    """The parameters of one process after windows of these micro-batches."""
+    model = make(kind)
+    plain = ByHand(model.parameters(), momentum, **options)
+    for number, batch in enumerate(micro_batches(), 1):
+        plain.add(model.by_the_book(*batch, "greedy"))
+        if number % window == 0:
+            plain.step()
+    return parameters_of(model)
 
 
 def mean_over_ranks(loss):

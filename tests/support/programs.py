@@ -46,9 +46,16 @@ def run_script(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProc
     )
 
 
+def output_of(*arguments: object, cwd: Path = ROOT) -> str:
+    """What such a script prints that succeeds, and of which accumext has nothing to say."""
+    done = run_script(*arguments, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    assert _OURS[0] not in done.stderr  # nor at its end, where a warning is no error
+    return done.stdout
+
+
 def run_bench(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     """The JSON that a benchmark wrote into a folder, and its output."""
     path = folder / "result.json"
-    done = run_script(f"bench/{script}.py", f"--json={path}", *arguments)
-    assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text()), done.stdout
+    printed = output_of(f"bench/{script}.py", f"--json={path}", *arguments)
+    return json.loads(path.read_text()), printed
