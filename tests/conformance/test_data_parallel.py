@@ -12,17 +12,7 @@ import shares
 import torch
 import torch.distributed as dist
 from ranks import across
-from shares import (
-    BATCHES,
-    MAX_NORM,
-    WINDOW,
-    as_expected,
-    by_hand,
-    called,
-    in_group,
-    made,
-    own_share,
-)
+from shares import BATCHES, MAX_NORM, WINDOW, as_expected, by_hand, in_group, made, own_share
 from support import optimizer_oracle as oracle
 from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import adam, assert_close, loss_of, make_model, sgd
@@ -60,7 +50,7 @@ def fused(**options):
     return model, in_group(model, partial(adam, fused=True), **options)
 
 
-def way(make, loop=called, weighted=True, meanwhile=False, **options):
+def way(make, loop=shares.called, weighted=True, meanwhile=False, **options):
     return {"make": make, "loop": loop, "weighted": weighted, "meanwhile": meanwhile, **options}
 
 
@@ -273,7 +263,7 @@ def test_a_parameter_frozen_on_all_ranks(rank, world):
     loss_of(model, BATCHES[rank]).backward()
     model[0].requires_grad_(False)
     model[2].zero_grad()
-    called(opt, model, BATCHES[rank])
+    shares.called(opt, model, BATCHES[rank])
     return as_expected(model, opt, oracle.train_by_hand(adam, BATCHES[:world], world))
 
 

@@ -301,11 +301,7 @@ class OwnMethod(Mixes):
     """The cell is a method of a module that is not called itself."""
 
     before = None
-
-    def walk(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.step(x, h, self.before)
-        self.before = h.detach()
-        return h, h
+    walk = Attribute.forward
 
 
 class Counting(nn.Linear):
@@ -473,21 +469,13 @@ class World:
         parts = (self.embedding, self.head, self.inner)
         self.leaves = [self.h, *(p for part in parts for p in part.parameters())]
 
-    def plain(self) -> Tensor:
+    def plain(self, greedy: bool = False) -> Tensor:
         h, tokens, losses = self.h, torch.zeros_like(self.targets[0]), []
-        for target in self.targets:
-            output, h = self.cell(self.embedding(tokens), h)
-            losses.append(F.cross_entropy(self.head(output), target))
-            tokens = target
-        return torch.stack(losses).mean()
-
-    def plain_greedy(self) -> Tensor:
-        h, tokens, losses = self.h, torch.zeros(BATCH, dtype=torch.int64), []
         for target in self.targets:
             output, h = self.cell(self.embedding(tokens), h)
             logits = self.head(output)
             losses.append(F.cross_entropy(logits, target))
-            tokens = logits.argmax(1)
+            tokens = logits.argmax(1) if greedy else target
         return torch.stack(losses).mean()
 
     def decoded(self, **options: Any) -> Tensor:
@@ -518,12 +506,7 @@ class World:
 
 
 DECODED: list[dict[str, Any]] = [{}, {"memory_budget": 4000}, {"lengths": [STEPS] * BATCH}]
-ROLLOUTS: list[dict[str, Any]] = [
-    {},
-    {"checkpoint": 1},
-    {"checkpoint": 7},
-    {"memory_budget": 60000},
-]
+ROLLOUTS = [{}, {"checkpoint": 1}, {"checkpoint": 7}, {"memory_budget": 60000}]
 WAYS = [("decoded", o) for o in DECODED] + [("rollout", o) for o in ROLLOUTS]
 ways = pytest.mark.parametrize(("way", "options"), WAYS, ids=str)
 
