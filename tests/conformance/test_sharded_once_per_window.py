@@ -231,21 +231,6 @@ def test_a_window_of_hybrid_shards_is_sent_once(rank, world):
     assert collectives(rank, world, hybrid, flush=False, replicated=True) == [10, 2, 1 + 2]
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "text"),
-    [
-        ("on_nonfinite", "raise", "must be 'skip_window' for synchronize='window'"),
-        ("accumulate_in_backward", True, "must be False for"),
-        ("reduce_in_backward", True, "must be False for synchronize='window'"),
-        ("synchronize", "step", "must be one of 'backward', 'window', got 'step'"),
-    ],
-)
-def test_settings_that_do_not_go_with_it(setting, value, text):
-    """Policies that look at every micro-batch's gradient are refused with `synchronize="window"`"""
-    with pytest.raises(ValueError, match=f"^AccumulatingOptimizer: {setting} {text}"):
-        shares.once_per_window(make_model(), **{setting: value})
-
-
 def uneven(rank: int, folder: str) -> None:
     """Rank 1 has three of four micro-batches; each writes what the error said."""
     ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
