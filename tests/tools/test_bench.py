@@ -1,21 +1,17 @@
 """The benchmarks of gradients and of the audit: equal things are compared, figures follow."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
+import _timing as timing
 import numpy as np
 import pytest
 import torch
-from support import ROOT
+from _limits import Memory
+from _report import COPY, LIMIT, MICROSECONDS, Figure, contender_rows, evaluate
 from support.programs import run_bench
 
 import accumext
-
-sys.path.insert(0, str(ROOT / "bench"))
-import _timing as timing
-from _limits import Memory
-from _report import COPY, LIMIT, MICROSECONDS, Figure, contender_rows, evaluate
 
 RTOL = 1e-12  # float64 in another order of operations
 WRITTEN = 1e-6  # by the digits of a result

@@ -1,15 +1,11 @@
 """The benchmark of generate, rollout and known tokens: ways are compared, figures follow."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
+import loops
 import pytest
 import torch
-from support import ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
-import loops
 
 
 def measured(job: Any, repetitions: int = 3) -> Any:

@@ -1,15 +1,9 @@
 """What bench/trainers records of a loop by hand, and the words that its tables have for it."""
 
-import sys
-
-import pytest
-import torch
-from support import ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
-sys.path.insert(0, str(ROOT / "bench" / "trainers"))
 import _factors
 import _trainers
+import pytest
+import torch
 from _factors import BATCHES, EPOCHS, MAX_NORM, WINDOW, Weights, loader, loss_of, optimizer_of
 
 
