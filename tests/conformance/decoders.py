@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from shares import whole
 from support.optimizer_oracle import ByHand, assert_close, parameters_of, sgd
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -90,9 +91,9 @@ class Decoder(nn.Module):
             output, state = self.cell(x[None], state)
             return output[0], state
         state = self.cell(x, state)
-        return (state[0] if self.kind in ("lstm_cell", "module") else state), (
-            state[1] if self.kind == "module" else state
-        )
+        if self.kind == "module":
+            return state
+        return (state[0] if self.kind == "lstm_cell" else state), state
 
     def by_the_book(self, features, targets, feedback):
         """The loss that all others are, by plain autograd."""
@@ -194,10 +195,6 @@ def collectives():
                 seen[kind] += 1
 
 
-def full(tensors):
-    return [t.full_tensor().detach() for t in tensors]
-
-
 @functools.cache
 def gradients(kind, feedback, batches=1, dtype=torch.float64):
     """The loss and the gradients of one process, added over micro-batches."""
@@ -231,7 +228,6 @@ def mean_over_ranks(loss):
 
 def assert_gradients(model, expected):
     """Return the gradients, which are the same on all ranks."""
-    grads = [p.grad for p in model.parameters()]
-    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    grads = whole(p.grad for p in model.parameters())
     assert_close(grads, expected)
     return grads

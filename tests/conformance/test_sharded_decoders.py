@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from decoders import assert_gradients, gradients, is_resharded, make, micro_batches, sharded
 from ranks import across
-from support.optimizer_oracle import assert_close, assert_equal, wrapped
+from shares import whole
+from support.optimizer_oracle import assert_close, assert_equal, parameters_of, wrapped
 from torch import nn
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
@@ -66,7 +67,7 @@ def test_windows_of_sharded_decoders(rank, world, kind, synchronize):
         with opt.micro_batch(model):
             opt.backward(model(features, targets, "greedy"))
         opt.step()
-    assert_close(decoders.full(model.parameters()), decoders.by_hand(kind, WINDOW))
+    assert_close(whole(parameters_of(model)), decoders.by_hand(kind, WINDOW))
 
 
 # Other ways to shard a decoder: each returns what is sharded
@@ -186,7 +187,7 @@ def test_a_shared_weight_that_is_sharded_twice_is_two_weights(rank, world):
     one_by_one(model)
     reference.by_the_book(*next(micro_batches()), "greedy").backward()
     decoders.by_decode_loss(model, *next(micro_batches(rank, world))).backward()
-    both = sum(decoders.full([model.head.weight.grad, model.embedding.weight.grad]))
+    both = sum(whole([model.head.weight.grad, model.embedding.weight.grad]))
     assert model.head.weight is not model.embedding.weight
     assert_close([both], [reference.head.weight.grad])
 
@@ -215,7 +216,7 @@ def test_sharded_modules_in_mixed_precision(rank, world, kind):
     features, targets = next(micro_batches(rank, world))
     loss = model(features.float(), targets, "teacher")
     loss.backward()
-    grads = decoders.full(p.grad for p in model.parameters())
+    grads = whole(p.grad for p in model.parameters())
     seen = [decoders.mean_over_ranks(loss.float()), *grads]
     loss, grads = gradients(kind, "teacher", dtype=torch.float32)
     # Weights and activations are rounded to 8 bits, and errors of 0.4 % add up over 5 steps.
@@ -290,7 +291,7 @@ def test_chunked_loss_of_a_sharded_head(rank, world, detached, options):
         resharded.append(is_resharded(head))
         loss.backward()
     resharded.append(is_resharded(head))
-    grads = decoders.full(p.grad for m in modules() for p in m.parameters())
+    grads = whole(p.grad for m in modules() for p in m.parameters())
     seen = [decoders.mean_over_ranks(loss), *grads]
 
     trunk, head = trunk_and_head()
