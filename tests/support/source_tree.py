@@ -83,6 +83,12 @@ class Tree:
         result, backend, reason = done.stdout.strip().split("|")
         return result, backend, reason
 
+    def doctor(self, **variables: str) -> tuple[int, dict[str, Any]]:
+        """The exit status and the report of `python -m accumext doctor --json`."""
+        code = "from accumext.__main__ import main; raise SystemExit(main(['doctor', '--json']))"
+        done = self.run(code, **variables)
+        return done.returncode, json.loads(done.stdout)
+
     def built(self) -> Path:
         """The folder of the library compiled on first use."""
         (library,) = self.cache.glob("accumext*/*/_C_cpu.so")
