@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from shares import whole
+from support.decode_oracle import plain_losses
 from support.optimizer_oracle import ByHand, assert_close, parameters_of, sgd
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -97,14 +98,8 @@ class Decoder(nn.Module):
 
     def by_the_book(self, features, targets, feedback):
         """The loss that all others are, by plain autograd."""
-        state, losses = self.state(features), []
-        token = torch.zeros(targets.shape[1], dtype=torch.int64)
-        for target in targets:
-            hidden, state = self.step(self.embedding(token), state)
-            logits = self.head(hidden)
-            losses.append(F.cross_entropy(logits, target))
-            token = target if feedback == "teacher" else logits.detach().argmax(1)
-        return torch.stack(losses).mean()
+        losses = plain_losses(step_of(self), targets, self.state(features), feedback == "greedy")
+        return torch.stack([*losses]).mean()
 
 
 # Uses of a decoder: each returns a loss, and reads the argmax of the step before
@@ -150,12 +145,15 @@ def make(kind):
         return Decoder(kind)
 
 
-def sharded(kind, **options):
-    """Every part by itself: each is a root of its own."""
-    model = make(kind)
-    for part in model.parts():
+def one_by_one(model, parts=None, **options):
+    """Every part is sharded by itself: each is a root of its own."""
+    for part in model.parts() if parts is None else parts:
         fully_shard(part, **options)
     return model
+
+
+def sharded(kind):
+    return one_by_one(make(kind))
 
 
 def micro_batches(rank=0, world=1):

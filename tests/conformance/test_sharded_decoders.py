@@ -8,7 +8,7 @@ import decoders
 import pytest
 import torch
 import torch.nn.functional as F
-from decoders import assert_gradients, gradients, is_resharded, make, micro_batches, sharded
+from decoders import gradients, is_resharded, make, micro_batches, one_by_one, sharded
 from ranks import across
 from shares import whole
 from support.optimizer_oracle import assert_close, assert_equal, parameters_of, wrapped
@@ -42,7 +42,7 @@ def test_decode_loss_of_sharded_modules(rank, world, kind, feedback):
         after_forward = is_resharded(*model.parts()[1:])
         loss.backward()
     mean = decoders.mean_over_ranks(loss)
-    seen = assert_gradients(model, gradients(kind, feedback)[1])
+    seen = decoders.assert_gradients(model, gradients(kind, feedback)[1])
     assert_close([mean], [gradients(kind, feedback)[0]])
     assert begun == decoders.ONCE
     assert after_forward
@@ -75,12 +75,6 @@ def test_windows_of_sharded_decoders(rank, world, kind, synchronize):
 
 def in_a_parent(model):
     return fully_shard(model)
-
-
-def one_by_one(model, parts=None):
-    for part in model.parts() if parts is None else parts:
-        fully_shard(part)
-    return model
 
 
 def one_by_one_in_a_parent(model):
@@ -172,7 +166,7 @@ def test_every_way_to_shard_and_to_use_a_decoder(rank, world, kind, shard, run, 
         loss = run(model, *next(micro_batches(*mine)))
         if loss is not None:
             loss.backward()
-    seen = assert_gradients(model, [p.grad for p in reference.parameters()])
+    seen = decoders.assert_gradients(model, [p.grad for p in reference.parameters()])
     assert not expected or {kind: begun[kind] for kind in expected} == expected
     assert shard is not one_by_one or is_resharded(*model.parts())
     return seen
@@ -203,16 +197,14 @@ def test_sharded_modules_without_synchronisation(rank, world):
             decoders.by_decode_loss(model, *batch).backward()
         counts.append(begun["reduce_scatter"])
     assert counts == [0, 4]
-    return assert_gradients(model, gradients("module", "greedy", batches=2)[1])
+    return decoders.assert_gradients(model, gradients("module", "greedy", batches=2)[1])
 
 
 @across(2, cases={kind: {"kind": kind} for kind in ("gru", "module")})
 def test_sharded_modules_in_mixed_precision(rank, world, kind):
     """Mixed-precision policies of sharded modules reach `decode_loss`"""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = make(kind).float()
-    for part in model.parts():
-        fully_shard(part, mp_policy=policy)
+    model = one_by_one(make(kind).float(), mp_policy=policy)
     features, targets = next(micro_batches(rank, world))
     loss = model(features.float(), targets, "teacher")
     loss.backward()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
+from support.decode_oracle import plain_losses
 from support.optimizer_oracle import ByHand, parameters_of, windows_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -181,12 +182,8 @@ def teacher_forced(model: Recurrent, batch: Batch) -> Tensor:
 def fed_its_argmax(model: Decoder, batch: Batch, *, cut: bool = False) -> Tensor:
     """With `cut` no gradient flows from a step into the one before."""
     targets, hidden = batch
-    token, losses = torch.zeros_like(targets[0]), []
-    for target in targets:
-        logits, hidden = model(token, hidden.detach() if cut else hidden)
-        losses.append(cross_entropy(logits, target))
-        token = logits.argmax(1)
-    return torch.stack(losses).mean()
+    step = (lambda token, hidden: model(token, hidden.detach())) if cut else model
+    return torch.stack([*plain_losses(step, targets, hidden)]).mean()
 
 
 @dataclass(frozen=True)

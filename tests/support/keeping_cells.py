@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 import accumext
+from support.decode_oracle import plain_losses
 
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
 STEPS, BATCH, SIZE, VOCABULARY = 20, 3, 4, 7
@@ -469,14 +470,12 @@ class World:
         parts = (self.embedding, self.head, self.inner)
         self.leaves = [self.h, *(p for part in parts for p in part.parameters())]
 
+    def step(self, token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        output, h = self.cell(self.embedding(token), h)
+        return self.head(output), h
+
     def plain(self, greedy: bool = False) -> Tensor:
-        h, tokens, losses = self.h, torch.zeros_like(self.targets[0]), []
-        for target in self.targets:
-            output, h = self.cell(self.embedding(tokens), h)
-            logits = self.head(output)
-            losses.append(F.cross_entropy(logits, target))
-            tokens = logits.argmax(1) if greedy else target
-        return torch.stack(losses).mean()
+        return torch.stack([*plain_losses(self.step, self.targets, self.h, greedy)]).mean()
 
     def decoded(self, **options: Any) -> Tensor:
         call = {"feedback": "teacher", **options}
@@ -521,11 +520,6 @@ def plain(kind: Any, way: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
 def in_windows(world: World, way: str, k1: int, k2: int) -> list[Tensor]:
     if way != "tbptt":
         return world.gradients(getattr(world, way)(k1=k1, k2=k2))
-
-    def step(token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        output, h = world.cell(world.embedding(token), h)
-        return world.head(output), h
-
-    periods = {"k1": k1, "k2": k2}
-    accumext.tbptt(step, world.targets, world.h, criterion=F.cross_entropy, **periods)
+    options = {"criterion": F.cross_entropy, "k1": k1, "k2": k2}
+    accumext.tbptt(world.step, world.targets, world.h, **options)
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in world.leaves]
