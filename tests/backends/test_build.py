@@ -28,7 +28,7 @@ def toolkit(home: Path, version: str) -> Path:
 
 @pytest.fixture
 def no_toolkit(tmp_path, monkeypatch):
-    """No CUDA toolkit but those that a test makes under tmp_path."""
+    """Hide every CUDA toolkit but those that a test makes under tmp_path."""
     for name in ("CUDA_HOME", "CUDA_PATH", "ACCUMEXT_CUDA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")

@@ -78,7 +78,7 @@ class Environment:
         return wheel, output
 
     def doctor(self, **variables: str) -> dict:
-        """The report of the package installed here, whose self-test passed."""
+        """Return the report of the package installed here, whose self-test passed."""
         done = self.run("-m", "accumext", "doctor", "--json", **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)
@@ -86,7 +86,7 @@ class Environment:
 
 @pytest.fixture
 def project(tmp_path):
-    """A clean copy of what is shipped."""
+    """Make a clean copy of what is shipped."""
     return copy_project(tmp_path / "project")
 
 

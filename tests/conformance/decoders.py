@@ -75,7 +75,7 @@ class Decoder(nn.Module):
         return (state, state * 0.5) if self.kind == "lstm_cell" else state
 
     def called(self):
-        """The argument `cell`."""
+        """Return the argument `cell`."""
 
         def cell(x, state):
             state = self.cell(x, state)
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
         return (state[0] if self.kind == "lstm_cell" else state), state
 
     def by_the_book(self, features, targets, feedback):
-        """The loss that all others are, by plain autograd."""
+        """Return the loss by plain autograd, with which all others are compared."""
         losses = plain_losses(step_of(self), targets, self.state(features), feedback == "greedy")
         return torch.stack([*losses]).mean()
 
@@ -110,7 +110,7 @@ def by_decode_loss(model, features, targets):
 
 
 def in_slices(model, features, targets):
-    """Of `chunked_loss`, each of which is run again."""
+    """Return the loss by `chunked_loss`, which runs each slice again."""
 
     def part(features, targets):
         return model(features, targets.t(), "greedy")
@@ -146,7 +146,7 @@ def make(kind):
 
 
 def one_by_one(model, parts=None, **options):
-    """Every part is sharded by itself: each is a root of its own."""
+    """Shard every part by itself: each is a root of its own."""
     for part in model.parts() if parts is None else parts:
         fully_shard(part, **options)
     return model
@@ -157,7 +157,7 @@ def sharded(kind):
 
 
 def micro_batches(rank=0, world=1):
-    """Four of all ranks together, or the rows of one rank."""
+    """Make four micro-batches: those of all ranks together, or the rows of one rank."""
     generator, mine = torch.Generator().manual_seed(4), slice(rank, None, world)
     for _ in range(4):
         features = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
@@ -166,7 +166,7 @@ def micro_batches(rank=0, world=1):
 
 
 def records(*modules):
-    """What `fully_shard` keeps of the parameters of modules."""
+    """Return what `fully_shard` keeps of the parameters of modules."""
     return [record for module in modules for record, _ in private._sharded_parameters(module)]
 
 
@@ -195,7 +195,7 @@ def collectives():
 
 @functools.cache
 def gradients(kind, feedback, batches=1, dtype=torch.float64):
-    """The loss and the gradients of one process, added over micro-batches."""
+    """Return the loss and the gradients of one process, added over micro-batches."""
     model = make(kind).to(dtype)
     for features, targets in list(micro_batches())[:batches]:
         loss = model.by_the_book(features.to(dtype), targets, feedback)
@@ -208,7 +208,7 @@ def momentum(parameters):
 
 
 def by_hand(kind, window, **options):
-    """The parameters of one process after windows of these micro-batches."""
+    """Return the parameters of one process after windows of these micro-batches."""
     model = make(kind)
     plain = ByHand(model.parameters(), momentum, **options)
     for number, batch in enumerate(micro_batches(), 1):
@@ -225,7 +225,7 @@ def mean_over_ranks(loss):
 
 
 def assert_gradients(model, expected):
-    """Return the gradients, which are the same on all ranks."""
+    """Compare the gradients, whole ones of shards, and return them."""
     grads = whole(p.grad for p in model.parameters())
     assert_close(grads, expected)
     return grads

@@ -71,7 +71,7 @@ Outcomes = dict[tuple[str, str], list[str]]  # file and function: what became of
 
 
 def outcomes(reports: Sequence[Path]) -> Outcomes:
-    """Of every test function: "passed", "failed" or "skipped", case by case."""
+    """Return "passed", "failed" or "skipped" for each case of every test function."""
     cases: Outcomes = defaultdict(list)
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
@@ -84,7 +84,7 @@ def outcomes(reports: Sequence[Path]) -> Outcomes:
 
 
 def docstring(node: ast.Module | ast.FunctionDef) -> str:
-    """The first paragraph of a docstring, which every room and test of this folder has."""
+    """Return the first paragraph of a docstring, which every file and test here has."""
     text = ast.get_docstring(node)
     if not text:
         raise SystemExit(f"{getattr(node, 'name', node)}: a test without a docstring has no row")
@@ -92,7 +92,7 @@ def docstring(node: ast.Module | ast.FunctionDef) -> str:
 
 
 def table(cases: Outcomes) -> tuple[list[str], int]:
-    """The lines, and how many rows did not pass."""
+    """Return the lines, and how many rows did not pass."""
     lines, wrong = [], 0
     for title, rows in sections():
         lines += ["", f"## {title}", "", "| | |", "|---|---|"]
@@ -110,7 +110,7 @@ def table(cases: Outcomes) -> tuple[list[str], int]:
 
 
 def sections() -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
-    """Titles, and rows as (file, function, text)."""
+    """Yield titles, and rows as (file, function, text)."""
     for path in sorted(HERE.glob("test_*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
         tests = [

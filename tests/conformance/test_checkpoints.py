@@ -24,7 +24,7 @@ wrapped = partial(oracle.wrapped, make=adam, window=WINDOW)
 
 
 def run_bare(opt, model, batches, window=WINDOW):
-    """On the joined batches of each window."""
+    """Train a bare optimizer on the joined batches of each window."""
     for some in oracle.windows_of(batches, window):
         opt.step(oracle.closure_of(opt, model, torch.cat(some)))
 
@@ -112,7 +112,7 @@ def test_distributed_checkpoint_leaves_no_trace(kind, position):
 
 
 def by_states(model, opt):
-    """The state of a run, as a file holds it, into new objects."""
+    """Load the state of a run, as a file holds it, into new objects."""
     states = [model.state_dict(), opt.state_dict(), opt.accumulation_state_dict()]
     scaled = opt.scaler is not None
     states = oracle.through_a_file([*states, opt.scaler.state_dict() if scaled else {}])

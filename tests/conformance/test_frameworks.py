@@ -25,14 +25,14 @@ pytestmark = [
 
 
 def build(window=1, max_norm=MAX_NORM):
-    """A model, the wrapper, and a schedule that takes the wrapper for an optimizer."""
+    """Make a model, its wrapper, and a schedule that takes the wrapper for an optimizer."""
     model = make_model()
     opt = AccumulatingOptimizer(adam(model.parameters()), window=window, max_norm=max_norm)
     return model, opt, ExponentialLR(opt, GAMMA)
 
 
 def assert_as_plain(model, opt, batches, window, weights=None):
-    """The parameters, learning rate and number of steps of plain PyTorch with the same schedule."""
+    """Compare parameters, learning rate and number of steps with plain PyTorch, scheduled alike."""
     plain = []
 
     def make(parameters):
@@ -60,7 +60,7 @@ def make_accelerator(**kwargs):
 
 
 def run_accelerate(folder, model, opt, schedule, accumulation, clip):
-    """Prepared schedules step with the optimizer."""
+    """Train by Accelerate, whose prepared schedule steps with the optimizer."""
     accelerator = make_accelerator(gradient_accumulation_steps=accumulation)
     model, optimizer, scheduler = accelerator.prepare(model, opt, schedule)
     for batch in BATCHES:
@@ -106,7 +106,7 @@ def run_trainer(*args):
 
 
 def make_module(model, opt, schedule, loss_weights=None):
-    """Automatic optimization, or manual with a weight for each batch."""
+    """Make a module of automatic optimization, or of manual with a weight for each batch."""
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
@@ -154,7 +154,7 @@ def run_lightning(folder, model, opt, schedule, accumulation, clip):
 
 
 def run_ignite(folder, model, opt, schedule, accumulation, clip):
-    """Which does not clip."""
+    """Train by ignite, which does not clip."""
     engine = pytest.importorskip("ignite.engine")
     options = {"gradient_accumulation_steps": accumulation}
     trainer = engine.create_supervised_trainer(

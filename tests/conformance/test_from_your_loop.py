@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def linear_cross_entropy(e, c, targets, bias=None, reduction="mean"):
-    """A stand-in of Apple's cut_cross_entropy, which needs a GPU."""
+    """Stand in for Apple's cut_cross_entropy, which needs a GPU."""
     logits = functional.linear(e.flatten(0, -2), c, bias)
     return functional.cross_entropy(logits, targets.flatten(), reduction=reduction)
 
@@ -65,7 +65,7 @@ class Amp:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    """Packages that need a GPU, or that nobody maintains any more."""
+    """Stand in for packages that need a GPU, or that nobody maintains any more."""
     packages = {
         "apex": {"amp": Amp()},
         "liger_kernel": {},
@@ -92,7 +92,7 @@ class Labelled(nn.Module):
 
 
 def trained(name, side, batches, tmp_path, model=None):
-    """The parameters after `train` of one side, and what it returned."""
+    """Run `train` of one side; return the parameters and what it returned."""
     train, loop = function(name, side), LOOPS[name]
     model = loop.model() if model is None else model
     if name == "lightning":
@@ -166,7 +166,7 @@ def test_one_step(side):
 
 
 def last_window(name, count, tmp_path):
-    """The batches, and the parameters of both sides after them."""
+    """Return so many batches, and the parameters of both sides after them."""
     if name not in PLAIN:
         pytest.importorskip(name)
     batches = LOOPS[name].batches()[:count]

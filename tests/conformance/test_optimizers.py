@@ -85,7 +85,7 @@ def make_optimizer(name, parameters, variant="default", **options):
 
 
 def model_for(name, dtype=torch.float64):
-    """A model that this optimizer can train: of matrices for Muon, sparse for SparseAdam."""
+    """Make a model that this optimizer can train: matrices for Muon, sparse for SparseAdam."""
     if name not in ("Muon", "SparseAdam"):
         return make_model(dtype)
     with torch.random.fork_rng():
@@ -96,7 +96,7 @@ def model_for(name, dtype=torch.float64):
 
 
 def batches_for(name, sizes, dtype=torch.float64):
-    """Inputs of so many rows each: vectors, or the tokens of an embedding."""
+    """Make inputs of so many rows each: vectors, or the tokens of an embedding."""
     generator = torch.Generator().manual_seed(2)
     if name == "SparseAdam":
         return [torch.randint(7, (size,), generator=generator) for size in sizes]

@@ -82,14 +82,14 @@ def one_by_one_in_a_parent(model):
 
 
 def two_together_in_a_parent(model):
-    """A weight that embedding and head share."""
+    """Shard embedding and head together, which share a weight."""
     model.head.weight = model.embedding.weight
     fully_shard([model.embedding, model.head])
     return fully_shard(model)
 
 
 def beside_a_compiled_cell(model):
-    """In one graph, without a break or a warning."""
+    """Compile the cell in one graph, without a break or a warning."""
     one_by_one(model, [model.encoder, model.embedding, model.head])
     model.cell = torch.compile(model.cell, backend="eager", fullgraph=True)
     return model
@@ -99,7 +99,7 @@ def beside_a_compiled_cell(model):
 
 
 def several_uses(model, features, targets, loss_of=None):
-    """Two losses, and the head and the embedding used by themselves between them."""
+    """Use head and embedding by themselves between two losses."""
     loss_of = loss_of or model
     with torch.no_grad():  # a call without any backward pass
         loss_of(features, targets, "greedy")
@@ -116,19 +116,19 @@ def with_a_method_one_by_one(model):
 
 
 def with_a_method(model, features, targets):
-    """A cell that is a method, known to FSDP as a forward method."""
+    """Call a cell that is a method, known to FSDP as a forward method."""
     parts = model.embedding, model.cell.one_step, model.head
     return accumext.decode_loss(*parts, targets, model.state(features), feedback="greedy").loss
 
 
 def by_tbptt(model, features, targets):
-    """Which runs the backward pass itself."""
+    """Train by `tbptt`, which runs the backward pass itself."""
     options = {"criterion": F.cross_entropy, "k1": decoders.STEPS, "feedback": "greedy"}
     accumext.tbptt(decoders.step_of(model), targets, model.state(features), **options)
 
 
 def use(shard, run, *kinds, begun=None):
-    """With these cells, and what is begun if it is to be counted."""
+    """Make cases with these cells; `begun` are the collectives, if they are to be counted."""
     name = f"{run.__name__}-{shard.__name__}"
     options = {"shard": shard, "run": run, "expected": begun}
     return {f"{name}-{kind}": {"kind": kind, **options} for kind in kinds}

@@ -55,7 +55,7 @@ def before_its_backward(opt, model, batch, weight):
 
 
 def in_its_backward(opt, model, batch, weight, error=KeyError):
-    """On the way to the first layer, when the gradients of the last are there."""
+    """Fail on the way to the first layer, when the gradients of the last are there."""
 
     def stop(grad):
         raise error
@@ -67,7 +67,7 @@ def in_its_backward(opt, model, batch, weight, error=KeyError):
 
 
 def interrupted(opt, model, batch, weight):
-    """Once FSDP has reduced something: when the window is closed, or in its last backward"""
+    """Interrupt once FSDP has reduced something: at the close, or in the last backward pass."""
     if not shares.FINALIZES:
         in_its_backward(opt, model, batch, weight, KeyboardInterrupt)
     finalize = FSDPModule.finalize_backward
@@ -82,13 +82,13 @@ def interrupted(opt, model, batch, weight):
 
 
 def before_the_first_forward(opt, model, batch, weight):
-    """Where nothing is held: the error is the user's own."""
+    """Fail while nothing is held: the error is the user's own."""
     with opt.micro_batch(model):
         raise KeyError("no batch")
 
 
 def of_a_part(opt, model, batch, weight):
-    """Of a layer, which FSDP gathers with the rest of the model."""
+    """Hold a layer alone, which FSDP gathers with the rest of the model."""
     with opt.micro_batch(model[0]):
         opt.backward(loss_of(model, batch))
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 @pytest.fixture
 def forget_accelerate():
-    """Accelerate's state is one per process; no test may leave it to the next."""
+    """Reset Accelerate's state, one per process, which no test may leave to the next."""
     yield
     state = sys.modules.get("accelerate.state")
     if state is not None:
@@ -113,7 +113,7 @@ class Recurrent(nn.Module):
 def drawn(
     count: int, numbers: tuple[int, ...], classes: tuple[int, ...], below: int
 ) -> list[Batch]:
-    """Pairs of numbers and of classes, the same at every call."""
+    """Draw pairs of numbers and of classes, the same at every call."""
     g = torch.Generator().manual_seed(3)
     return [
         (

@@ -316,7 +316,7 @@ class Counting(nn.Linear):
 
 
 def around_linear(change: Callable[[nn.Module], Any]) -> Callable[[], Any]:
-    """One of torch's modules in the cell is changed."""
+    """Change one of torch's modules in the cell."""
 
     def make() -> Any:
         inner = Mixes()
@@ -341,7 +341,7 @@ def replaced_forward(module: nn.Module) -> None:
 
 
 def hooked(module: Any, register: str = "register_forward_pre_hook") -> tuple[Any, nn.Module]:
-    """By a module that only the hook knows, and by random numbers."""
+    """Register a hook that uses a module that only it knows, and random numbers."""
     norm, calls = nn.BatchNorm1d(SIZE, dtype=torch.float64), []
 
     def hook(module: nn.Module, *given: Any) -> Any:
@@ -355,7 +355,7 @@ def hooked(module: Any, register: str = "register_forward_pre_hook") -> tuple[An
 
 
 def closure() -> Any:
-    """Variables of a closure: one that is assigned, an object, and a helper with its own."""
+    """Keep variables of a closure: one that is assigned, an object, a helper with its own."""
     inner, before, seen = Mixes(), None, SimpleNamespace(last=0.0, calls=[])
 
     def scale() -> float:
@@ -377,7 +377,7 @@ _before: Any = None
 
 
 def unbound() -> Any:
-    """A variable of a closure that only the first call gives a value."""
+    """Keep a variable of a closure that only the first call gives a value."""
     inner = Mixes()
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -495,7 +495,7 @@ class World:
         return accumext.rollout(self.cell, self.h, STEPS, **call).loss
 
     def after(self) -> list[Tensor]:
-        """What another call makes of what the cell has kept, and its buffers."""
+        """Return what another call makes of what the cell has kept, and its buffers."""
         with torch.no_grad():
             x = torch.ones(BATCH, SIZE, dtype=torch.float64)
             return [*self.cell(x, x), *self.inner.buffers()]
@@ -511,7 +511,7 @@ ways = pytest.mark.parametrize(("way", "options"), WAYS, ids=str)
 
 
 def plain(kind: Any, way: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Loss, gradients, and what is kept afterwards."""
+    """Return loss, gradients, and what is kept afterwards."""
     world = World(kind)
     loss = world.plain() if way == "decoded" else world.plain_rollout()
     return loss, world.gradients(loss), world.after()

@@ -16,7 +16,7 @@ def adamw(parameters, **kwargs):
 def with_masters(
     make=adamw, device=None, stochastic=False, dtype=torch.bfloat16, model=None, **kwargs
 ):
-    """A model, an optimizer on masters of all its parameters, and these."""
+    """Make a model, an optimizer on masters of all its parameters, and these masters."""
     model = make_model(dtype) if model is None else model
     masters = accumext.masters(model.parameters(), device, stochastic)
     return model, AccumulatingOptimizer(make(masters), masters=masters, **kwargs), masters

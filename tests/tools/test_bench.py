@@ -46,7 +46,7 @@ def test_gradients(tmp_path):
 
 
 def check_window(name: str, rows: dict[str, Any]) -> None:
-    """Its loops, and the memory of gradients that each takes."""
+    """Check the loops of a window, and the memory of gradients that each takes."""
     half = "bf16" in name
     loops = {"by hand", "accumext, backward", "accumext, usual loop"}
     assert loops | ({"accumext, in backward"} if half else set()) == set(rows) - {"Accelerate"}
@@ -200,7 +200,7 @@ class FakeGpu:
         self.host = self.device = 0.0
 
     def put(self, host: float, device: float) -> None:
-        """The host puts a kernel into the queue."""
+        """Put a kernel into the queue, from the host."""
         self.host += host
         self.device = max(self.device, self.host) + device
 

@@ -28,7 +28,7 @@ TOKEN = 49
 
 
 def kept_by_autograd(steps: int) -> int:
-    """Bytes of all memory that the graph of a plain loop keeps, but for the parameters'."""
+    """Count the bytes that the graph of a plain loop keeps, but for the parameters."""
     embedding, cell = nn.Embedding(VOCABULARY, SIZE), nn.GRUCell(SIZE, SIZE)
     head = nn.Linear(SIZE, VOCABULARY)
     parameters = {
@@ -86,7 +86,7 @@ def test_peaks_and_pictures(tmp_path):
 
 
 def check_peaks(peaks: dict[str, list[int]]) -> None:
-    """Plain autograd grows by what its graph keeps, the others by states, tokens and losses."""
+    """Check that plain autograd grows by its graph, others by states, tokens and losses."""
     kept = [kept_by_autograd(steps) for steps in STEPS]
     for one, other in ((0, 1), (1, 2)):
         steps = STEPS[other] - STEPS[one]

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 
 
 def report(path, outcome_of):
-    """A JUnit report of two cases of every test, as pytest writes it."""
+    """Write a JUnit report of two cases of every test, as pytest does."""
     suite = ElementTree.Element("testsuite")
     for _, rows in table.sections():
         for file, function, _ in rows:
@@ -26,7 +26,7 @@ def report(path, outcome_of):
 
 @pytest.fixture
 def page(tmp_path):
-    """A page written from a run that passed."""
+    """Write a page from a run that passed."""
     path = tmp_path / "page.md"
     path.write_text(f"Before.\n{table.BEGIN}\n{table.END}\nAfter.\n", encoding="utf-8")
     good = report(tmp_path / "good.xml", lambda *_: "passed")

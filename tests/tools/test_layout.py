@@ -96,7 +96,7 @@ FRAMEWORKS = {
 
 
 def words_of(tree):
-    """The words of names, attributes, imports and strings, but for docstrings and our modules."""
+    """Yield words of names, attributes, imports and strings, but for docstrings and our modules."""
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node not in docstrings:

@@ -36,7 +36,7 @@ class Block(NamedTuple):
     code: str
 
     def compiled(self) -> Any:
-        """Code whose tracebacks show the line of the page."""
+        """Compile the code so that tracebacks show the line of the page."""
         return compile("\n" * (self.line - 1) + self.code, f"docs/{self.page}.md", "exec")
 
     def is_run(self) -> bool:
@@ -44,7 +44,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: str) -> list[Block]:
-    """The blocks of Python of a page, in order."""
+    """Return the blocks of Python of a page, in order."""
     blocks, heading = [], ""
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     for found in re.finditer(r"^(`{3,})(.*)\n((?s:.*?))^\1$|^#+ (.*)", text, re.MULTILINE):

@@ -34,7 +34,7 @@ PHRASES = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built pages; building them warns of nothing."""
+    """Build the pages, which warns of nothing, and return their folder."""
     for needed in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(needed)
     out = tmp_path_factory.mktemp("site")

@@ -8,7 +8,7 @@ from _factors import BATCHES, EPOCHS, MAX_NORM, WINDOW, Weights, loader, loss_of
 
 
 def loop(seen, last="step", divisor=WINDOW, unequal=False, clip="", schedule=""):
-    """The loop of the tutorials; `last` is what is done with what an epoch leaves."""
+    """Train as the tutorials do; `last` is what is done with what an epoch leaves."""
     model = Weights()
     seen.watch(model)
     optimizer = optimizer_of(model)

@@ -43,7 +43,7 @@ def losses(page: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def fed_its_argmax(page: SimpleNamespace, at_each_step: Callable[[Tensor], object]) -> None:
-    """The loop over tokens that people write."""
+    """Train on tokens in the loop that people write."""
 
     def step(token: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         hidden = page.cell(page.embedding(token), hidden)
@@ -168,7 +168,7 @@ def test_the_message_is_that_of_the_heading(start, fault):
 
 
 def cured(start: str, number: int, names: dict) -> dict:
-    """Run a block below a heading; all names afterwards."""
+    """Run a block below a heading; return all names."""
     blocks = [block for block in blocks_of(PAGE) if block.heading == heading_of(start)]
     exec(blocks[number].compiled(), names)
     return names
