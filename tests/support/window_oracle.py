@@ -227,18 +227,17 @@ class Oracle:
             term = grad * (weight / scale) if weight else torch.zeros_like(grad)
             window.sums[i] = term if before is None else before + term
 
-    def take_in(self, cells: Cells, weight: float, scale: float) -> bool:
-        """Take gradients out of `.grad`; False if they are refused."""
+    def take_in(
+        self, cells: Cells, weight: float, scale: float, mine: bool = False, stays: bool = False
+    ) -> bool:
+        """Take gradients out of `.grad`, or make what lies there the window if it `stays`; False if
+        they are refused. `mine` are those that `opt.backward` has made."""
         if self.settings.policy == "raise" and weight > 0.0 and not all_finite(cells):
             return False
-        self.clear()
-        self.take(cells, weight, scale)
-        return True
-
-    def leave_in_grad(self, cells: Cells, weight: float, scale: float, mine: bool) -> bool:
-        """Make what lies in `.grad` the window; False if it is refused."""
-        if self.settings.policy == "raise" and weight > 0.0 and not all_finite(cells):
-            return False
+        if not stays:
+            self.clear()
+            self.take(cells, weight, scale)
+            return True
         if weight == 0.0:
             cells = [None if c is None else Cell(torch.zeros_like(c.value)) for c in cells]
         self.slots = cells
@@ -254,11 +253,7 @@ class Oracle:
         self.make_way()
         scale = self.own_scale()
         self.add(coefficients, scale)
-        if self.stays_in_grad():
-            done = self.leave_in_grad(self.slots, weight, scale, mine=True)
-        else:
-            done = self.take_in(self.slots, weight, scale)
-        return self.brought(done)
+        return self.brought(self.take_in(self.slots, weight, scale, True, self.stays_in_grad()))
 
     def micro_batch(self, parts: Sequence[tuple[bool, Coefficients]], weight: float) -> bool:
         """Run backward passes, each through the wrapper or not, as one micro-batch."""
@@ -324,10 +319,7 @@ class Oracle:
         cells = self.pending(new)
         if not any(cells):
             return True
-        if self.stays_in_grad():
-            done = self.leave_in_grad(cells, 1.0, scale, mine=False)
-        else:
-            done = self.take_in(cells, 1.0, scale)
+        done = self.take_in(cells, 1.0, scale, stays=self.stays_in_grad())
         if done and found_inf and self.settings.policy == "skip_window":
             self.open.bad = True
         return done
