@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 import types
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.programs import output_of
 
 import accumext
 
@@ -38,9 +37,7 @@ def site(tmp_path_factory):
     for needed in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(needed)
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-d", str(out / ".doctrees"), "docs"]
-    built = subprocess.run([*command, str(out)], cwd=ROOT, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    output_of("-m", "sphinx", "-q", "-W", "-d", out / ".doctrees", "docs", out)
     return out
 
 
