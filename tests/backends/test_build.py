@@ -2,11 +2,10 @@
 
 import logging
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.programs import compiler, executable
+from support.programs import compiler, executable, run_script
 
 from accumext.backends import _build
 
@@ -127,10 +126,6 @@ def test_a_library_finds_the_libtorch_cuda_that_torch_has_loaded(tmp_path):
         "-Wl,-soname,libtorch_cuda.so",
     )
     program = "import ctypes, sys; print([ctypes.CDLL(path) for path in sys.argv[1:]][-1].ours())"
-
-    def run(*libraries: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", program, *map(str, libraries)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-    assert run(torchs, ours).stdout == "42\n"
-    assert "libtorch_cuda.so: cannot open shared object file" in run(ours).stderr
+    assert run_script("-c", program, torchs, ours).stdout == "42\n"
+    alone = run_script("-c", program, ours).stderr
+    assert "libtorch_cuda.so: cannot open shared object file" in alone

@@ -57,7 +57,6 @@ class Environment:
             env=clean | COMPILER | {"TORCH_EXTENSIONS_DIR": str(self.extensions)} | variables,
             capture_output=True,
             text=True,
-            check=False,
             timeout=500,
         )
 
@@ -151,7 +150,6 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path):
     done = subprocess.run(
         [environment.python, "-W", "error", "-c", BUILD_SDIST],
         cwd=source,
-        check=False,
         capture_output=True,
         text=True,
     )
