@@ -15,7 +15,7 @@ sizes = st.lists(st.integers(0, 40), max_size=8)
 
 @pytest.fixture(scope="module")
 def bindings(tmp_path_factory):
-    """The module, compiled as anyone can compile it."""
+    """Compile the module as anyone can."""
     folder = tmp_path_factory.mktemp("bindings")
     return cpp_extension.load(**load_arguments("bind"), build_directory=str(folder))
 

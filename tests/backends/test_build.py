@@ -2,11 +2,10 @@
 
 import logging
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support.programs import compiler, executable
+from support.programs import compiler, executable, run_script
 
 from accumext.backends import _build
 
@@ -28,7 +27,7 @@ def toolkit(home: Path, version: str) -> Path:
 
 @pytest.fixture
 def no_toolkit(tmp_path, monkeypatch):
-    """No CUDA toolkit but those that a test makes under tmp_path."""
+    """Hide every CUDA toolkit but those that a test makes under tmp_path."""
     for name in ("CUDA_HOME", "CUDA_PATH", "ACCUMEXT_CUDA"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:/usr/bin:/bin")
@@ -51,27 +50,32 @@ def test_a_toolkit_without_a_gpu_is_nothing_to_be_warned_of(monkeypatch, caplog)
     assert len(caplog.messages) == 3
 
 
-def test_cuda_is_left_out_without_a_toolkit(no_toolkit, tmp_path):
-    found = _build.cuda(FakeTorch(tmp_path, "13.0"))
-    assert found.home is None
-    assert found.reason == "nvcc was not found"
-    assert found.fix == 'pip install "cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*"'
+NO_TOOLKIT = 'pip install "cuda-toolkit[nvcc,crt,nvvm,cccl,cudart]==13.0.*"'
+IN_PYPIS = "nvidia/cu13"
+TOOLKITS = {  # by folder; torch's CUDA and ACCUMEXT_CUDA; what is taken, or the reason
+    "none": ({}, "13.0", "auto", None, "nvcc was not found"),
+    "a torch without CUDA": ({"default": "13.0"}, None, "auto", None, "torch 2.13.0 has no CUDA"),
+    "asked for": ({"default": "13.0"}, None, "1", "default", ""),
+    "forbidden": ({"default": "13.0"}, "13.0", "0", None, "ACCUMEXT_CUDA=0"),
+    "another major version": (
+        *({"default": "12.8"}, "13.0", "auto", None),
+        "nvcc is 12.8 and torch was built for CUDA 13.0",
+    ),
+    "torch's major version": ({"default": "12.8", IN_PYPIS: "13.2"}, "13.0", "auto", IN_PYPIS, ""),
+}
 
 
-def test_cuda_is_left_out_of_a_cpu_torch_unless_asked_for(no_toolkit, tmp_path):
-    home = toolkit(tmp_path / "default", "13.0")
-    torch_without = FakeTorch(tmp_path, None)
-    assert _build.cuda(torch_without).reason == "torch 2.13.0 has no CUDA"
-    no_toolkit.setenv("ACCUMEXT_CUDA", "1")
-    assert _build.cuda(torch_without).home == str(home)
-
-
-def test_cuda_takes_the_toolkit_of_torchs_major_version(no_toolkit, tmp_path):
-    toolkit(tmp_path / "default", "12.8")
-    found = _build.cuda(FakeTorch(tmp_path, "13.0"))
-    assert (found.home, found.reason) == (None, "nvcc is 12.8 and torch was built for CUDA 13.0")
-    from_pypi = toolkit(tmp_path / "nvidia" / "cu13", "13.2")
-    assert _build.cuda(FakeTorch(tmp_path, "13.0"))[:2] == (str(from_pypi), "13.2")
+@pytest.mark.parametrize("case", TOOLKITS)
+def test_the_toolkit_that_is_taken(case, no_toolkit, tmp_path):
+    toolkits, cuda, asked, taken, reason = TOOLKITS[case]
+    for folder, version in toolkits.items():
+        toolkit(tmp_path / folder, version)
+    no_toolkit.setenv("ACCUMEXT_CUDA", asked)
+    found = _build.cuda(FakeTorch(tmp_path, cuda))
+    assert found.home == (taken and str(tmp_path / taken))
+    assert not taken or found.version == toolkits[taken]
+    assert found.reason == reason
+    assert toolkits or found.fix == NO_TOOLKIT
 
 
 def test_cuda_home_is_asked_of_an_nvcc_that_is_a_wrapper(no_toolkit, tmp_path):
@@ -79,12 +83,6 @@ def test_cuda_home_is_asked_of_an_nvcc_that_is_a_wrapper(no_toolkit, tmp_path):
     (tmp_path / "path").mkdir()
     executable(tmp_path / "path" / "nvcc", f'exec {home}/bin/nvcc "$@"')
     assert _build.cuda(FakeTorch(tmp_path, "13.0")).home == str(home)
-
-
-def test_cuda_can_be_forbidden(no_toolkit, tmp_path):
-    toolkit(tmp_path / "default", "13.0")
-    no_toolkit.setenv("ACCUMEXT_CUDA", "0")
-    assert _build.cuda(FakeTorch(tmp_path, "13.0")).reason == "ACCUMEXT_CUDA=0"
 
 
 def test_libcudart_gets_the_name_that_the_linker_looks_for(tmp_path):
@@ -128,10 +126,6 @@ def test_a_library_finds_the_libtorch_cuda_that_torch_has_loaded(tmp_path):
         "-Wl,-soname,libtorch_cuda.so",
     )
     program = "import ctypes, sys; print([ctypes.CDLL(path) for path in sys.argv[1:]][-1].ours())"
-
-    def run(*libraries: Path) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", program, *map(str, libraries)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-    assert run(torchs, ours).stdout == "42\n"
-    assert "libtorch_cuda.so: cannot open shared object file" in run(ours).stderr
+    assert run_script("-c", program, torchs, ours).stdout == "42\n"
+    alone = run_script("-c", program, ours).stderr
+    assert "libtorch_cuda.so: cannot open shared object file" in alone

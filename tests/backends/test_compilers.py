@@ -1,6 +1,5 @@
 """What CXX may be, what is said of a compiler that fails, and that nobody waits in silence."""
 
-import json
 import os
 import re
 import shutil
@@ -195,8 +194,7 @@ def test_from_an_archive_plain_pytorch_answers(archive):
     result, backend, words = tree.show(**path)
     assert (result, backend) == (REFERENCE, "reference")
     assert words == f"CPU tensors are served by pure PyTorch ({reason}. {ADVICE})."
-    doctor = "import sys; from accumext.__main__ import main; sys.exit(main(['doctor', '--json']))"
-    report = json.loads(tree.run(doctor, **path).stdout)
+    _, report = tree.doctor(**path)
     assert (report["backend"], report["fix"], report["passed"]) == ("reference", ADVICE, True)
 
 

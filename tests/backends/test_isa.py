@@ -102,7 +102,7 @@ def test_the_decoders_operators_with_fewer_instructions(capability):
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory):
-    """A folder with the package, whose kernels for AVX-512 are made of instructions of AVX2."""
+    """Make a folder with the package, its kernels for AVX-512 of instructions of AVX2."""
 
     def build(folder: Path) -> None:
         tree = Tree(folder)
@@ -157,7 +157,7 @@ load(**_build.load_arguments("cpu"))
 
 @pytest.fixture(scope="session")
 def objects(tmp_path_factory):
-    """A folder with the object of every source."""
+    """Compile every source; return the folder of the objects."""
 
     def build(folder: Path) -> None:
         env = {**os.environ, **COMPILER}

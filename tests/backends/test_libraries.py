@@ -25,18 +25,18 @@ assert not torch.cuda.is_initialized()
     assert not tree.cache.exists()
 
 
+CHOICES = {
+    "ACCUMEXT_BACKEND": "auto, native, jit, reference",
+    "ACCUMEXT_BUILD": "auto, require, off",
+    "ACCUMEXT_CUDA": "auto, 0, 1",
+}
+
+
 @pytest.mark.build
-@pytest.mark.parametrize(
-    ("variable", "choices"),
-    [
-        ("ACCUMEXT_BACKEND", "auto, native, jit, reference"),
-        ("ACCUMEXT_BUILD", "auto, require, off"),
-        ("ACCUMEXT_CUDA", "auto, 0, 1"),
-    ],
-)
-def test_a_bad_value_is_an_error_that_lists_the_choices(tree, variable, choices):
-    done = tree.run("import accumext", **{variable: "yes"})
-    expected = f"ValueError: accumext: {variable} must be one of {choices}, got 'yes'"
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_bad_value_is_an_error_that_lists_the_choices(tree, name):
+    done = tree.run("import accumext", **{name: "yes"})
+    expected = f"ValueError: accumext: {name} must be one of {CHOICES[name]}, got 'yes'"
     assert done.stderr.strip().endswith(expected)
 
 

@@ -57,17 +57,27 @@ class Environment:
             env=clean | COMPILER | {"TORCH_EXTENSIONS_DIR": str(self.extensions)} | variables,
             capture_output=True,
             text=True,
-            check=False,
             timeout=500,
         )
 
-    def pip(self, *args: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    def pip(self, *args: object, **variables: str) -> subprocess.CompletedProcess[str]:
         """Run pip without the package index."""
         options = ("--no-deps", "--no-index", "--no-build-isolation", "-v")
-        return self.run("-m", "pip", *args, *options, **variables)
+        return self.run("-m", "pip", *map(str, args), *options, **variables)
+
+    def install(self, *args: object, **variables: str) -> str:
+        """Install what is named; return what was printed."""
+        return succeed(self.pip("install", *args, **variables))
+
+    def wheel(self, source: Path, **variables: str) -> tuple[Path, str]:
+        """Build a wheel; return it, and what was printed."""
+        folder = self.folder / "wheel"
+        output = succeed(self.pip("wheel", source, "-w", folder, **variables))
+        (wheel,) = folder.glob("*.whl")
+        return wheel, output
 
     def doctor(self, **variables: str) -> dict:
-        """The report of the package installed here, whose self-test passed."""
+        """Return the report of the package installed here, whose self-test passed."""
         done = self.run("-m", "accumext", "doctor", "--json", **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return json.loads(done.stdout)
@@ -75,7 +85,7 @@ class Environment:
 
 @pytest.fixture
 def project(tmp_path):
-    """A clean copy of what is shipped."""
+    """Make a clean copy of what is shipped."""
     return copy_project(tmp_path / "project")
 
 
@@ -103,11 +113,6 @@ def environment_without_torch(tmp_path):
 def succeed(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout + done.stderr
-
-
-def wheel_in(folder: Path) -> Path:
-    (wheel,) = folder.glob("*.whl")
-    return wheel
 
 
 def packed(wheel: Path) -> set[str]:
@@ -145,7 +150,6 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path):
     done = subprocess.run(
         [environment.python, "-W", "error", "-c", BUILD_SDIST],
         cwd=source,
-        check=False,
         capture_output=True,
         text=True,
     )
@@ -156,11 +160,10 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path):
     generated = {name for name in packed_files if "egg-info" in name} | {"PKG-INFO", "setup.cfg"}
     assert packed_files - generated == {name for name in files if not name.startswith(".git")}
 
-    output = succeed(environment.pip("wheel", str(sdist), "-w", str(tmp_path / "wheel")))
+    wheel, output = environment.wheel(sdist)
     assert WARNING.findall(output) == []
     assert "accumext: compiling the cpu library, which takes about a minute" in output
     assert re.search(r"accumext: compiled the cpu library in \d+ s", output)
-    wheel = wheel_in(tmp_path / "wheel")
 
     modules = {
         f"accumext/{path.relative_to(ROOT / 'accumext')}"
@@ -174,7 +177,7 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path):
     assert "-py3-none-linux" in wheel.name  # any Python 3
     assert record_in(wheel)["torch"] == torch.__version__
 
-    succeed(environment.pip("install", str(wheel)))
+    environment.install(wheel)
     report = environment.doctor(ACCUMEXT_BACKEND="native")
     assert report["backend"] == "cpu"
     assert "compiled at installation" in report["reason"]
@@ -182,10 +185,9 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path):
 
 
 def test_an_installation_copies_what_was_compiled_before(project, environment, tmp_path):
-    output = succeed(environment.pip("install", str(project)))
-    assert "compiling the cpu library" in output
-    another = str(copy_project(tmp_path / "another"))
-    output = succeed(environment.pip("install", "--force-reinstall", another))
+    assert "compiling the cpu library" in environment.install(project)
+    another = copy_project(tmp_path / "another")
+    output = environment.install("--force-reinstall", another)
     (kept,) = environment.extensions.glob("*/cpu-*/_C_cpu.so")
     assert f"the cpu library was compiled before, in {kept.parent}" in output
     assert environment.doctor(ACCUMEXT_BACKEND="native")["backend"] == "cpu"
@@ -193,13 +195,12 @@ def test_an_installation_copies_what_was_compiled_before(project, environment, t
     assert f"compiled on this machine, in {kept.parent}" in report["reason"]
 
     kept.write_bytes(kept.read_bytes()[:-1])
-    output = succeed(environment.pip("install", "--force-reinstall", another))
-    assert "compiling the cpu library" in output
+    assert "compiling the cpu library" in environment.install("--force-reinstall", another)
     assert environment.doctor(ACCUMEXT_BACKEND="native")["backend"] == "cpu"
 
 
 def test_editable_install_compiles_in_place(project, environment):
-    succeed(environment.pip("install", "-e", str(project)))
+    environment.install("-e", project)
     assert environment.doctor(ACCUMEXT_BACKEND="native")["backend"] == "cpu"
     assert (project / "accumext" / "backends" / "_C_cpu.abi3.so").exists()
 
@@ -208,7 +209,7 @@ def test_editable_install_compiles_in_place(project, environment):
     done = environment.run("-c", "import accumext", ACCUMEXT_BACKEND="native")
     assert "the sources have changed since they were compiled" in done.stderr
 
-    succeed(environment.pip("install", "-e", str(project), ACCUMEXT_BUILD="off"))
+    environment.install("-e", project, ACCUMEXT_BUILD="off")
     assert not list((project / "accumext").rglob("*.so"))
 
 
@@ -220,25 +221,22 @@ def test_isolated_install_finds_the_torch_of_the_environment(project, environmen
 
 
 def test_without_torch_a_pure_wheel_compiles_on_first_use(
-    project, environment_without_torch, environment, tmp_path
+    project, environment_without_torch, environment
 ):
-    output = succeed(
-        environment_without_torch.pip("wheel", str(project), "-w", str(tmp_path / "wheel"))
-    )
-    wheel = wheel_in(tmp_path / "wheel")
+    wheel, output = environment_without_torch.wheel(project)
     assert "no torch was visible to the build. The kernels are compiled on first use" in output
     assert wheel.name.endswith("-py3-none-any.whl")
     assert expected_sources() <= packed(wheel)
     assert record_in(wheel)["compiled"] == []
 
-    succeed(environment.pip("install", str(wheel)))
+    environment.install(wheel)
     report = environment.doctor()
     assert report["backend"] == "cpu"
     assert "compiled on this machine" in report["reason"]
 
 
 def test_without_a_compiler_the_install_succeeds_and_pytorch_answers(project, environment):
-    output = succeed(environment.pip("install", str(project), **NO_COMPILER))
+    output = environment.install(project, **NO_COMPILER)
     assert "no C++ compiler (/nonexistent/c++) was found. Install g++" in output
     report = environment.doctor(**NO_COMPILER)
     assert report["backend"] == "reference"
@@ -246,10 +244,9 @@ def test_without_a_compiler_the_install_succeeds_and_pytorch_answers(project, en
     assert "no C++ compiler (/nonexistent/c++) was found" in report["reason"]
 
 
-def test_a_source_that_does_not_compile_is_recorded(project, environment, tmp_path):
+def test_a_source_that_does_not_compile_is_recorded(project, environment):
     (project / "csrc" / "cpu" / "broken.cpp").write_text(BROKEN_SOURCE)
-    succeed(environment.pip("wheel", str(project), "-w", str(tmp_path / "wheel")))
-    wheel = wheel_in(tmp_path / "wheel")
+    wheel, _ = environment.wheel(project)
     assert "accumext/backends/_C_cpu.abi3.so" not in packed(wheel)
     assert "cpu" in record_in(wheel)["missing"]
     assert record_in(wheel)["compiled"] == []
@@ -263,7 +260,7 @@ def test_require_fails_where_auto_would_go_without(
     variables = NO_COMPILER if obstacle == "no compiler" else {}
     if obstacle == "a broken source":
         (project / "csrc" / "cpu" / "broken.cpp").write_text(BROKEN_SOURCE)
-    done = chosen.pip("install", str(project), ACCUMEXT_BUILD="require", **variables)
+    done = chosen.pip("install", project, ACCUMEXT_BUILD="require", **variables)
     assert done.returncode != 0
     assert "accumext: the cpu library cannot be compiled" in done.stdout + done.stderr
 
@@ -274,16 +271,14 @@ def test_cuda_kernels_cross_compile_and_stay_out_of_a_cpu_torch(project, environ
     for path in (project / "csrc" / "cuda").rglob("*.cu"):
         if path.stem not in ("scale", "upload_cache"):  # nothing is loaded
             path.unlink()  # .ci/nvcc.py compiles all
-    variables = {"ACCUMEXT_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0"}
-    succeed(environment.pip("wheel", str(project), "-w", str(tmp_path / "wheel"), **variables))
-    wheel = wheel_in(tmp_path / "wheel")
+    wheel, _ = environment.wheel(project, ACCUMEXT_CUDA="1", TORCH_CUDA_ARCH_LIST="9.0")
     assert "accumext/backends/_C_cuda.abi3.so" in packed(wheel)
     assert record_in(wheel)["archs"] == "9.0"
     with zipfile.ZipFile(wheel) as contents:
         library = contents.extract("accumext/backends/_C_cuda.abi3.so", tmp_path)
     needed = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True)
     assert "[libtorch_cuda.so]" in needed.stdout  # that of whatever torch loads it
-    succeed(environment.pip("install", str(wheel)))
+    environment.install(wheel)
     if torch.version.cuda is None:
         assert environment.doctor()["backend"] == "cpu"
 

@@ -6,7 +6,6 @@ the CPU; in the trees of these tests the CPU's library is one of those that are 
 """
 
 import functools
-import json
 import os
 import re
 import shutil
@@ -449,13 +448,11 @@ def test_plain_pytorch_answers_for_what_fails_until_the_doctor_finds_it_well(
     assert who == "plain"
     assert words in said
     if fault == "crash":
-        code = "from accumext.__main__ import main; raise SystemExit(main(['doctor', '--json']))"
-        done = tested.run(code, FAULT=fault)
-        assert done.returncode == 1
-        assert json.loads(done.stdout)["self_test"]["large_pages on cpu"].startswith(outcome)
-        done = tested.run(code)
-        report = json.loads(done.stdout)
-        assert (done.returncode, report["backend"]) == (0, "cpu"), report
+        status, report = tested.doctor(FAULT=fault)
+        assert status == 1
+        assert report["self_test"]["large_pages on cpu"].startswith(outcome)
+        status, report = tested.doctor()
+        assert (status, report["backend"]) == (0, "cpu"), report
         assert shown(tested)[0][0] == "compiled"
 
 

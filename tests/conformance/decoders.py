@@ -7,7 +7,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.optimizer_oracle import assert_close
+from shares import whole
+from support.decode_oracle import plain_losses
+from support.optimizer_oracle import ByHand, assert_close, parameters_of, sgd
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -73,7 +75,7 @@ class Decoder(nn.Module):
         return (state, state * 0.5) if self.kind == "lstm_cell" else state
 
     def called(self):
-        """The argument `cell`."""
+        """Return the argument `cell`."""
 
         def cell(x, state):
             state = self.cell(x, state)
@@ -90,20 +92,14 @@ class Decoder(nn.Module):
             output, state = self.cell(x[None], state)
             return output[0], state
         state = self.cell(x, state)
-        return (state[0] if self.kind in ("lstm_cell", "module") else state), (
-            state[1] if self.kind == "module" else state
-        )
+        if self.kind == "module":
+            return state
+        return (state[0] if self.kind == "lstm_cell" else state), state
 
     def by_the_book(self, features, targets, feedback):
-        """The loss that all others are, by plain autograd."""
-        state, losses = self.state(features), []
-        token = torch.zeros(targets.shape[1], dtype=torch.int64)
-        for target in targets:
-            hidden, state = self.step(self.embedding(token), state)
-            logits = self.head(hidden)
-            losses.append(F.cross_entropy(logits, target))
-            token = target if feedback == "teacher" else logits.detach().argmax(1)
-        return torch.stack(losses).mean()
+        """Return the loss by plain autograd, with which all others are compared."""
+        losses = plain_losses(step_of(self), targets, self.state(features), feedback == "greedy")
+        return torch.stack([*losses]).mean()
 
 
 # Uses of a decoder: each returns a loss, and reads the argmax of the step before
@@ -114,7 +110,7 @@ def by_decode_loss(model, features, targets):
 
 
 def in_slices(model, features, targets):
-    """Of `chunked_loss`, each of which is run again."""
+    """Return the loss by `chunked_loss`, which runs each slice again."""
 
     def part(features, targets):
         return model(features, targets.t(), "greedy")
@@ -149,16 +145,19 @@ def make(kind):
         return Decoder(kind)
 
 
-def sharded(kind, **options):
-    """Every part by itself: each is a root of its own."""
-    model = make(kind)
-    for part in model.parts():
+def one_by_one(model, parts=None, **options):
+    """Shard every part by itself: each is a root of its own."""
+    for part in model.parts() if parts is None else parts:
         fully_shard(part, **options)
     return model
 
 
+def sharded(kind):
+    return one_by_one(make(kind))
+
+
 def micro_batches(rank=0, world=1):
-    """Four of all ranks together, or the rows of one rank."""
+    """Make four micro-batches: those of all ranks together, or the rows of one rank."""
     generator, mine = torch.Generator().manual_seed(4), slice(rank, None, world)
     for _ in range(4):
         features = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
@@ -167,7 +166,7 @@ def micro_batches(rank=0, world=1):
 
 
 def records(*modules):
-    """What `fully_shard` keeps of the parameters of modules."""
+    """Return what `fully_shard` keeps of the parameters of modules."""
     return [record for module in modules for record, _ in private._fsdp_parameters(module)]
 
 
@@ -194,18 +193,29 @@ def collectives():
                 seen[kind] += 1
 
 
-def full(tensors):
-    return [t.full_tensor().detach() for t in tensors]
-
-
 @functools.cache
 def gradients(kind, feedback, batches=1, dtype=torch.float64):
-    """The loss and the gradients of one process, added over micro-batches."""
+    """Return the loss and the gradients of one process, added over micro-batches."""
     model = make(kind).to(dtype)
     for features, targets in list(micro_batches())[:batches]:
         loss = model.by_the_book(features.to(dtype), targets, feedback)
         loss.backward()
     return loss.detach(), [p.grad for p in model.parameters()]
+
+
+def momentum(parameters):
+    return sgd(parameters, lr=0.5, momentum=0.9)
+
+
+def by_hand(kind, window, **options):
+    """Return the parameters of one process after windows of these micro-batches."""
+    model = make(kind)
+    plain = ByHand(model.parameters(), momentum, **options)
+    for number, batch in enumerate(micro_batches(), 1):
+        plain.add(model.by_the_book(*batch, "greedy"))
+        if number % window == 0:
+            plain.step()
+    return parameters_of(model)
 
 
 def mean_over_ranks(loss):
@@ -215,8 +225,7 @@ def mean_over_ranks(loss):
 
 
 def assert_gradients(model, expected):
-    """Return the gradients, which are the same on all ranks."""
-    grads = [p.grad for p in model.parameters()]
-    grads = [g.full_tensor() if isinstance(g, DTensor) else g for g in grads]
+    """Compare the gradients, whole ones of shards, and return them."""
+    grads = whole(p.grad for p in model.parameters())
     assert_close(grads, expected)
     return grads

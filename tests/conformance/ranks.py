@@ -121,13 +121,13 @@ def work(rank: int, world: int, scenarios: Mapping[str, Scenario], folder: str) 
 
 
 def of(seen: Sequence[dict[str, Any]], scenario: str, what: str | None = None) -> list[Any]:
-    """What every rank saw of a scenario, or one thing of it."""
+    """Return what every rank saw of a scenario, or one thing of it."""
     return [rank[scenario] if what is None else rank[scenario][what] for rank in seen]
 
 
 @contextmanager
 def small_buckets(size: int = 1) -> Iterator[None]:
-    """Main gradients are taken in and sent in pieces of this many bytes, or one tensor."""
+    """Take in and send main gradients in pieces of this many bytes, or one tensor."""
     whole = _all_reduce.BUCKET_BYTES, _collecting.BUNDLE_BYTES
     _all_reduce.BUCKET_BYTES = _collecting.BUNDLE_BYTES = size
     try:

@@ -18,36 +18,38 @@ RECOVERS = hasattr(FSDPModule, "reset_iter_state")  # from torch 2.13 on
 
 
 def own_share(rank, world, count=None, dtype=torch.float64, weighted=True):
-    """A rank's first micro-batches, and weights. A window of all ranks is of consecutive ones."""
+    """Return a rank's first micro-batches with weights; of `world` in a row each rank has one."""
     batches = [batch.to(dtype) for batch in BATCHES[rank::world]]
     weights = WEIGHTS[rank::world] if weighted else [1.0] * len(batches)
     return list(zip(batches, weights))[:count]
 
 
-def by_hand(world, begin=0, end=COUNT, window=WINDOW, make=oracle.adam, weights=WEIGHTS, **options):
-    """One process that sees the micro-batches of all; `begin` and `end` are those of a rank."""
-    some = slice(begin * world, end * world)
-    options = {"weights": weights and weights[some], "max_norm": MAX_NORM, **options}
-    return oracle.train_by_hand(make, BATCHES[some], window * world, **options)
-
-
-def by_windows(world, *windows, model=None, make=oracle.adam, max_norm=MAX_NORM):
-    """The same after windows of any size: each from one micro-batch of every rank to another."""
+def by_windows(world, *windows, model=None, make=oracle.adam, weights=WEIGHTS, **options):
+    """Train one process on the micro-batches of all ranks; return the parameters. `windows` are
+    pairs of numbers, from one micro-batch of each rank to another."""
     model = oracle.make_model() if model is None else model
     trained = [p for p in model.parameters() if p.requires_grad]
-    plain = oracle.ByHand(trained, make, max_norm=max_norm)
+    plain = oracle.ByHand(trained, make, **{"max_norm": MAX_NORM, **options})
     for begin, end in windows:
         for number in range(begin * world, end * world):
-            plain.add(oracle.loss_of(model, BATCHES[number]), WEIGHTS[number])
+            weight = weights[number] if weights else 1.0
+            plain.add(oracle.loss_of(model, BATCHES[number]), weight)
         plain.step()
     return oracle.parameters_of(model)
+
+
+def by_hand(world, begin=0, end=None, window=WINDOW, **options):
+    """Do so in windows of one size, the last perhaps partial."""
+    end = COUNT // world if end is None else end
+    starts = range(begin, end, window)
+    return by_windows(world, *((start, min(start + window, end)) for start in starts), **options)
 
 
 # Models, and their wrappers
 
 
 def in_group(model, make=oracle.adam, **options):
-    """A wrapper whose windows all processes sum."""
+    """Wrap an optimizer whose windows all processes sum."""
     options = {"window": WINDOW, "process_group": dist.group.WORLD, **options}
     return oracle.wrapped(model, make, **options)
 
@@ -58,7 +60,7 @@ def made(**options):
 
 
 def sharded(dtype=torch.float64, model=None, **kwargs):
-    """Two groups of parameters, and a root without any."""
+    """Shard a model in two groups of parameters, and a root without any."""
     model = oracle.make_model(dtype) if model is None else model
     for layer in model:
         if list(layer.parameters()):
@@ -67,13 +69,13 @@ def sharded(dtype=torch.float64, model=None, **kwargs):
 
 
 def once_per_window(model, make=oracle.adam, **options):
-    """A wrapper of shards that are sent once per window, unless the options say something else."""
+    """Wrap shards that are reduced once per window, unless the options say something else."""
     options = {"window": WINDOW, "max_norm": MAX_NORM, "synchronize": "window", **options}
     return oracle.wrapped(model, make, **options)
 
 
 def training(dtype=torch.float64, model=None, make=oracle.adam, shards=None, **options):
-    """A sharded model, and a wrapper of it."""
+    """Make a sharded model and its wrapper."""
     model = sharded(dtype, model, **(shards or {}))
     return model, once_per_window(model, make, **options)
 
@@ -86,7 +88,7 @@ def called(opt, model, batch, weight=1.0, factor=1.0, scaler=None):
 
 
 def of_the_user(opt, model, batch, weight=1.0, factor=1.0, scaler=None):
-    """A loop that knows nothing of the wrapper, where every weight is 1."""
+    """Train as a loop that knows nothing of the wrapper; every weight is 1."""
     loop = oracle.own_backward if scaler is None else oracle.outer_scaler
     loop(opt, oracle.loss_of(model, batch) * factor, scaler)
 
@@ -99,7 +101,7 @@ def inside(opt, model, batch, weight=1.0, factor=1.0, scaler=None, parts=(1.0,))
 
 
 def outside(opt, model, batch, weight=1.0, factor=1.0, scaler=None):
-    """DDP has prepared to synchronise when the forward pass ends."""
+    """Run the forward pass outside, at whose end DDP has prepared to synchronise."""
     loss = oracle.loss_of(model, batch) * factor
     with opt.micro_batch(model):
         opt.backward(loss, weight)
@@ -107,7 +109,7 @@ def outside(opt, model, batch, weight=1.0, factor=1.0, scaler=None):
 
 
 def train(opt, model, share, loop=called, bad=(), scaler=None, mixed=False):
-    """The micro-batches of a share; those with a number in `bad` hold an inf.
+    """Train on the micro-batches of a share; those with a number in `bad` hold an inf.
 
     Every second weight is a tensor if they are `mixed`. Returns of every step whether it was
     skipped, and the scale after it.
@@ -149,7 +151,7 @@ def held(opt):
 
 
 def error_of(call, *args, **kwargs):
-    """The exception that a call raises, in words, with its notes; "" if there is none."""
+    """Return the exception of a call in words, with its notes; "" if there is none."""
     try:
         call(*args, **kwargs)
     except BaseException as error:
@@ -158,7 +160,7 @@ def error_of(call, *args, **kwargs):
 
 
 def poisoned(rank, world, make, bad_ranks=(1,), bad=0, loop=called, **options):
-    """An inf in the first or last micro-batch of some ranks skips the window on all of them.
+    """Train with an inf in one micro-batch of some ranks, which skips the window on all of them.
 
     The window after it is good. Returns the model, its wrapper, and the parameters that they must
     have; scales are equal on all ranks.

@@ -31,62 +31,47 @@ PACKAGES = (
     "tensorboard",
 )
 
-SAME_BITS = "test_the_bits_do_not_depend_on_the_number_of_threads"
-# Tests in other folders that belong to the table, by file.
-ELSEWHERE = {
-    "test_registration": {
-        "test_opcheck": "`torch.library.opcheck` passes for every operator",
-        "test_compile_in_one_graph": (
-            "`torch.compile(fullgraph=True)` of a loss with the gradient operations after it"
-        ),
-    },
-    "test_decode_loss": {"test_gradcheck": "`gradcheck` of `decode_loss`"},
-    "test_chunked_loss": {
-        "test_equals_the_whole_batch": "`chunked_loss` equals the loss over the whole batch",
-    },
-    "test_accumulate": {
-        SAME_BITS: "Accumulation gives the same bits for any number of threads",
-    },
-    "test_norm": {SAME_BITS: "Norms are the same bits for any number of threads"},
-    "test_libraries": {
-        "test_import_prints_nothing_compiles_nothing_and_initialises_nothing": (
-            "`import accumext` prints nothing, compiles nothing and initialises no device"
-        ),
-        "test_two_processes_compile_once": "Two processes at once compile once",
-        "test_a_cache_that_cannot_be_written_is_replaced_for_this_process": (
-            "A read-only cache folder is replaced for this process"
-        ),
-    },
-    "test_cache": {
-        "test_a_killed_compile_neither_hangs_nor_harms_the_next": (
-            "A killed compile neither hangs nor harms the next"
-        ),
-    },
-    "test_package": {
-        "test_an_installation_copies_what_was_compiled_before": (
-            "`pip install --no-build-isolation` compiles ahead of time, or copies what was compiled"
-        ),
-        "test_editable_install_compiles_in_place": "`pip install -e` compiles in place",
-        "test_isolated_install_finds_the_torch_of_the_environment": (
-            "`pip install .` compiles against the torch of the environment, not another one"
-        ),
-        "test_without_torch_a_pure_wheel_compiles_on_first_use": (
-            "Without torch the install succeeds, and kernels compile on first use"
-        ),
-        "test_without_a_compiler_the_install_succeeds_and_pytorch_answers": (
-            "Without a compiler the install succeeds, and plain PyTorch answers"
-        ),
-        "test_cuda_kernels_cross_compile_and_stay_out_of_a_cpu_torch": (
-            "CUDA kernels compile beside a CPU build of torch, and stay out of it"
-        ),
-    },
-}
+# Tests in other folders that belong to the table: file and function, and the text of the row.
+ELSEWHERE = """\
+test_registration.test_opcheck
+    `torch.library.opcheck` passes for every operator
+test_registration.test_compile_in_one_graph
+    `torch.compile(fullgraph=True)` of a loss with the gradient operations after it
+test_decode_loss.test_gradcheck
+    `gradcheck` of `decode_loss`
+test_chunked_loss.test_equals_the_whole_batch
+    `chunked_loss` equals the loss over the whole batch
+test_accumulate.test_the_bits_do_not_depend_on_the_number_of_threads
+    Accumulation gives the same bits for any number of threads
+test_norm.test_the_bits_do_not_depend_on_the_number_of_threads
+    Norms are the same bits for any number of threads
+test_libraries.test_import_prints_nothing_compiles_nothing_and_initialises_nothing
+    `import accumext` prints nothing, compiles nothing and initialises no device
+test_libraries.test_two_processes_compile_once
+    Two processes at once compile once
+test_libraries.test_a_cache_that_cannot_be_written_is_replaced_for_this_process
+    A read-only cache folder is replaced for this process
+test_cache.test_a_killed_compile_neither_hangs_nor_harms_the_next
+    A killed compile neither hangs nor harms the next
+test_package.test_an_installation_copies_what_was_compiled_before
+    `pip install --no-build-isolation` compiles ahead of time, or copies what was compiled
+test_package.test_editable_install_compiles_in_place
+    `pip install -e` compiles in place
+test_package.test_isolated_install_finds_the_torch_of_the_environment
+    `pip install .` compiles against the torch of the environment, not another one
+test_package.test_without_torch_a_pure_wheel_compiles_on_first_use
+    Without torch the install succeeds, and kernels compile on first use
+test_package.test_without_a_compiler_the_install_succeeds_and_pytorch_answers
+    Without a compiler the install succeeds, and plain PyTorch answers
+test_package.test_cuda_kernels_cross_compile_and_stay_out_of_a_cpu_torch
+    CUDA kernels compile beside a CPU build of torch, and stay out of it
+"""
 
 Outcomes = dict[tuple[str, str], list[str]]  # file and function: what became of its cases
 
 
 def outcomes(reports: Sequence[Path]) -> Outcomes:
-    """Of every test function: "passed", "failed" or "skipped", case by case."""
+    """Return "passed", "failed" or "skipped" for each case of every test function."""
     cases: Outcomes = defaultdict(list)
     for report in reports:
         for case in ElementTree.parse(report).iter("testcase"):
@@ -99,7 +84,7 @@ def outcomes(reports: Sequence[Path]) -> Outcomes:
 
 
 def docstring(node: ast.Module | ast.FunctionDef) -> str:
-    """The first paragraph of a docstring, which every room and test of this folder has."""
+    """Return the first paragraph of a docstring, which every file and test here has."""
     text = ast.get_docstring(node)
     if not text:
         raise SystemExit(f"{getattr(node, 'name', node)}: a test without a docstring has no row")
@@ -107,7 +92,7 @@ def docstring(node: ast.Module | ast.FunctionDef) -> str:
 
 
 def table(cases: Outcomes) -> tuple[list[str], int]:
-    """The lines, and how many rows did not pass."""
+    """Return the lines, and how many rows did not pass."""
     lines, wrong = [], 0
     for title, rows in sections():
         lines += ["", f"## {title}", "", "| | |", "|---|---|"]
@@ -125,7 +110,7 @@ def table(cases: Outcomes) -> tuple[list[str], int]:
 
 
 def sections() -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
-    """Titles, and rows as (file, function, text)."""
+    """Yield titles, and rows as (file, function, text)."""
     for path in sorted(HERE.glob("test_*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
         tests = [
@@ -134,7 +119,8 @@ def sections() -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         ]
         yield docstring(module), [(path.stem, node.name, docstring(node)) for node in tests]
-    rows = [(file, *row) for file, tests in ELSEWHERE.items() for row in tests.items()]
+    lines = [line.strip() for line in ELSEWHERE.splitlines()]
+    rows = [(*name.split("."), text) for name, text in zip(lines[::2], lines[1::2], strict=True)]
     yield "Operators, import and installation", rows
 
 

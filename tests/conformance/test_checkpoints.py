@@ -24,7 +24,7 @@ wrapped = partial(oracle.wrapped, make=adam, window=WINDOW)
 
 
 def run_bare(opt, model, batches, window=WINDOW):
-    """On the joined batches of each window."""
+    """Train a bare optimizer on the joined batches of each window."""
     for some in oracle.windows_of(batches, window):
         opt.step(oracle.closure_of(opt, model, torch.cat(some)))
 
@@ -112,19 +112,16 @@ def test_distributed_checkpoint_leaves_no_trace(kind, position):
 
 
 def by_states(model, opt):
-    """The state of a run, as a file holds it, into new objects."""
-    states = [model.state_dict(), opt.state_dict(), opt.accumulation_state_dict()]
-    scaled = opt.scaler is not None
-    states = oracle.through_a_file([*states, opt.scaler.state_dict() if scaled else {}])
-    scaler = torch.amp.GradScaler("cpu") if scaled else None
-    twin_model = make_model(model[0].weight.dtype)
+    """Load the state of a run, as a file holds it, into new objects."""
+    parts = [part for part in (model, opt, opt.scaler) if part is not None]
+    states = [part.state_dict() for part in parts]
+    *states, window = oracle.through_a_file([*states, opt.accumulation_state_dict()])
+    twin_model, scaler = make_model(model[0].weight.dtype), torch.amp.GradScaler("cpu")
     options = {"window": opt.window, "max_norm": opt.max_norm, "on_nonfinite": opt.on_nonfinite}
-    twin = wrapped(twin_model, scaler=scaler, **options)
-    twin_model.load_state_dict(states[0])
-    twin.load_state_dict(states[1])
-    twin.load_accumulation_state_dict(states[2])
-    if scaled:
-        scaler.load_state_dict(states[3])
+    twin = wrapped(twin_model, scaler=opt.scaler and scaler, **options)
+    for part, state in zip((twin_model, twin, scaler), states):
+        part.load_state_dict(state)
+    twin.load_accumulation_state_dict(window)
     return twin_model, twin
 
 

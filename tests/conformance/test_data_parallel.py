@@ -12,17 +12,7 @@ import shares
 import torch
 import torch.distributed as dist
 from ranks import across
-from shares import (
-    BATCHES,
-    MAX_NORM,
-    WINDOW,
-    as_expected,
-    by_hand,
-    called,
-    in_group,
-    made,
-    own_share,
-)
+from shares import BATCHES, MAX_NORM, WINDOW, as_expected, by_hand, in_group, made, own_share
 from support import optimizer_oracle as oracle
 from support.device import DeviceReads, cpu_as_device
 from support.optimizer_oracle import adam, assert_close, loss_of, make_model, sgd
@@ -33,12 +23,12 @@ DOUBLE = torch.float64
 
 
 def buckets(meanwhile):
-    """So small that every parameter is sent by itself, if that is done in the backward pass."""
+    """Have every parameter sent by itself, if that is done in the backward pass."""
     return ranks.small_buckets() if meanwhile else nullcontext()
 
 
 def group(rank, meanwhile, scaled=False, **options):
-    """Ranks begin with scales of their own."""
+    """Give each rank a scale of its own to begin with."""
     scale = {"init_scale": [8.0, 24.0, 5.0][rank], "growth_interval": 1}
     scaler = torch.amp.GradScaler("cpu", **scale) if scaled else None
     model, opt = made(max_norm=MAX_NORM, reduce_in_backward=meanwhile, scaler=scaler, **options)
@@ -46,7 +36,7 @@ def group(rank, meanwhile, scaled=False, **options):
 
 
 def ddp(rank, meanwhile, compiled=False, **options):
-    """`torch.compile` of a DDP model forwards the attributes of what is inside."""
+    """Wrap in DDP, perhaps compiled, which forwards the attributes of what is inside."""
     module = make_model()
     model = DistributedDataParallel(module, **options)
     model = torch.compile(model, backend="eager") if compiled else model
@@ -55,12 +45,12 @@ def ddp(rank, meanwhile, compiled=False, **options):
 
 
 def fused(**options):
-    """Stock fused optimizers skip where found_inf is 1, and a sum over ranks may be more."""
+    """Wrap a fused optimizer: it skips if found_inf is 1, and a sum over ranks may be more."""
     model = make_model(torch.float32)
     return model, in_group(model, partial(adam, fused=True), **options)
 
 
-def way(make, loop=called, weighted=True, meanwhile=False, **options):
+def way(make, loop=shares.called, weighted=True, meanwhile=False, **options):
     return {"make": make, "loop": loop, "weighted": weighted, "meanwhile": meanwhile, **options}
 
 
@@ -172,7 +162,7 @@ def test_parameters_of_every_layout(rank, world):
 
 
 def decaying(parameters):
-    """Weight decay shows which parameters were stepped; it refuses sparse gradients."""
+    """Make SGD whose weight decay shows what was stepped; it refuses sparse gradients."""
     return sgd(parameters, weight_decay=0.5)
 
 
@@ -213,7 +203,7 @@ class Branches(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(3, 2, dtype=DOUBLE) for _ in range(3))
 
     def forward(self, number):
-        """The loss of a micro-batch; in the second window layers 1 and 2 are idle."""
+        """Return the loss of a micro-batch; in the second window layers 1 and 2 are idle."""
         branch = (number // 3) % 3 if number < 12 else 0
         return self.layers[branch](BATCHES[number]).square().mean()
 
@@ -273,7 +263,7 @@ def test_a_parameter_frozen_on_all_ranks(rank, world):
     loss_of(model, BATCHES[rank]).backward()
     model[0].requires_grad_(False)
     model[2].zero_grad()
-    called(opt, model, BATCHES[rank])
+    shares.called(opt, model, BATCHES[rank])
     return as_expected(model, opt, oracle.train_by_hand(adam, BATCHES[:world], world))
 
 

@@ -1,10 +1,11 @@
 """Decoders inside DistributedDataParallel with `window` above 1, 2 processes."""
 
+import decoders
 import torch.distributed as dist
 from decoders import STEPS, by_decode_loss, by_rollout, in_slices, make, micro_batches, step_of
 from ranks import across
 from shares import as_expected
-from support.optimizer_oracle import ByHand, parameters_of, sgd, wrapped
+from support.optimizer_oracle import wrapped
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -24,10 +25,6 @@ class Inside(nn.Module):
 
     def forward(self, use, *args, **options):
         return use(self.decoder, *args, **options)
-
-
-def momentum(parameters):
-    return sgd(parameters, lr=0.5, momentum=0.9)
 
 
 def in_one_backward(model, opt, features, targets, use):
@@ -69,18 +66,14 @@ WAYS = {
 @across(2, cases=WAYS)
 def test_decoders_in_ddp(rank, world, use, run, **options):
     """the decoder's functions and `chunked_loss` in DDP equal plain autograd on the joined batch"""
-    model, reference = DistributedDataParallel(Inside()), make("function")
-    opt = wrapped(model, momentum, window=WINDOW, max_norm=MAX_NORM, **options)
-    plain = ByHand(reference.parameters(), momentum, max_norm=MAX_NORM)
-    for number, (mine, joined) in enumerate(zip(micro_batches(rank, world), micro_batches()), 1):
+    model = DistributedDataParallel(Inside())
+    opt = wrapped(model, decoders.momentum, window=WINDOW, max_norm=MAX_NORM, **options)
+    for batch in micro_batches(rank, world):
         with opt.micro_batch(model):
-            run(model, opt, *mine, use)
+            run(model, opt, *batch, use)
         opt.step()
-        plain.add(reference.by_the_book(*joined, "greedy"))
-        if number % WINDOW == 0:
-            plain.step()
     assert opt.last.clip_coef < 1.0
-    return as_expected(model, opt, parameters_of(reference))
+    return as_expected(model, opt, decoders.by_hand("function", WINDOW, max_norm=MAX_NORM))
 
 
 @across(2, cases={"whole": {}, "in_parts": {"k1": 1, "k2": 3}})

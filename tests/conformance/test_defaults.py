@@ -50,7 +50,7 @@ class Parts:
         return self.head(state), state
 
     def given(self, call: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call, of which a function makes some from what is here."""
+        """Return the arguments of a call, some of which functions make from what is here."""
         return {name: value(self) if callable(value) else value for name, value in call.items()}
 
     def gradients(self) -> list[Tensor | None]:
@@ -116,7 +116,7 @@ def chunks(parts: Parts) -> Any:
 
 
 def window(parts: Parts, scaled: bool = False, inf: bool = False, **options: Any) -> Any:
-    """Two windows and the part of a third, which is saved and loaded."""
+    """Train for two windows and a part of a third, which is saved and loaded."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
     optimizer = torch.optim.AdamW(parts.modules.parameters(), lr=0.01)
     opt = accumext.AccumulatingOptimizer(optimizer, window=2, scaler=scaler, **options)
@@ -163,7 +163,7 @@ def operators(parts: Parts) -> Any:
 
 
 def audited(parts: Parts) -> Any:
-    """Two micro-batches in each window, of which the loss is not divided, and a number of steps."""
+    """Audit a loop whose losses are not divided by the two micro-batches of a window."""
     optimizer = torch.optim.SGD(parts.modules.parameters(), lr=0.01)
     with accumext.audit(parts.modules, optimizer) as audit:
         for _ in range(4):

@@ -10,7 +10,7 @@ from support import optimizer_oracle as oracle
 from support.optimizer_oracle import adam, assert_close, loss_of, make_model, parameters_of
 from torch.optim.lr_scheduler import ExponentialLR, LambdaLR
 from torch.utils.data import DataLoader
-from your_loops import frameworks
+from your_loops import LIGHTNING, TRAINER, frameworks
 
 from accumext import AccumulatingOptimizer
 
@@ -25,14 +25,14 @@ pytestmark = [
 
 
 def build(window=1, max_norm=MAX_NORM):
-    """A model, the wrapper, and a schedule that takes the wrapper for an optimizer."""
+    """Make a model, its wrapper, and a schedule that takes the wrapper for an optimizer."""
     model = make_model()
     opt = AccumulatingOptimizer(adam(model.parameters()), window=window, max_norm=max_norm)
     return model, opt, ExponentialLR(opt, GAMMA)
 
 
 def assert_as_plain(model, opt, batches, window, weights=None):
-    """The parameters, learning rate and number of steps of plain PyTorch with the same schedule."""
+    """Compare parameters, learning rate and number of steps with plain PyTorch, scheduled alike."""
     plain = []
 
     def make(parameters):
@@ -60,7 +60,7 @@ def make_accelerator(**kwargs):
 
 
 def run_accelerate(folder, model, opt, schedule, accumulation, clip):
-    """Prepared schedules step with the optimizer."""
+    """Train by Accelerate, whose prepared schedule steps with the optimizer."""
     accelerator = make_accelerator(gradient_accumulation_steps=accumulation)
     model, optimizer, scheduler = accelerator.prepare(model, opt, schedule)
     for batch in BATCHES:
@@ -92,16 +92,10 @@ def make_trainer(folder, model, opt, schedule, accumulation, clip=None, data=ROW
     pytest.importorskip("accelerate")
     args = transformers.TrainingArguments(
         output_dir=str(folder),
-        num_train_epochs=1,
         per_device_train_batch_size=len(BATCHES[0]),
         gradient_accumulation_steps=accumulation,
-        train_sampling_strategy="sequential",
         max_grad_norm=clip or 0.0,
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **{"save_strategy": "no", **kwargs},
+        **(TRAINER | kwargs),
     )
     model = model if isinstance(model, Rows) else Rows(model)
     return transformers.Trainer(model, args, train_dataset=data, optimizers=(opt, schedule))
@@ -112,7 +106,7 @@ def run_trainer(*args):
 
 
 def make_module(model, opt, schedule, loss_weights=None):
-    """Automatic optimization, or manual with a weight for each batch."""
+    """Make a module of automatic optimization, or of manual with a weight for each batch."""
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
@@ -148,15 +142,8 @@ def make_module(model, opt, schedule, loss_weights=None):
 
 
 def fit(folder, module, ckpt_path=None, **kwargs):
-    trainer = pytest.importorskip("lightning").Trainer(
-        accelerator="cpu",
-        default_root_dir=folder,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **{"max_epochs": 1, **kwargs},
-    )
+    options = LIGHTNING | {"default_root_dir": folder, **kwargs}
+    trainer = pytest.importorskip("lightning").Trainer(**options)
     trainer.fit(module, DataLoader(BATCHES, batch_size=None), ckpt_path=ckpt_path)
     return trainer
 
@@ -167,7 +154,7 @@ def run_lightning(folder, model, opt, schedule, accumulation, clip):
 
 
 def run_ignite(folder, model, opt, schedule, accumulation, clip):
-    """Which does not clip."""
+    """Train by ignite, which does not clip."""
     engine = pytest.importorskip("ignite.engine")
     options = {"gradient_accumulation_steps": accumulation}
     trainer = engine.create_supervised_trainer(
@@ -226,9 +213,8 @@ def test_accelerate_with_a_scaler(window):
     _, optimizer, scheduler = accelerator.prepare(module, opt, ExponentialLR(opt, 0.5))
     taken = []
     for number in range(4 * window):
-        factor = (
-            oracle.INF if number == window else 1.0
-        )  # the first micro-batch of the second window
+        # the first micro-batch of the second window
+        factor = oracle.INF if number == window else 1.0
         accelerator.backward(parameter * factor)
         optimizer.step()
         scheduler.step()

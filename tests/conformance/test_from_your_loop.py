@@ -28,7 +28,7 @@ pytestmark = [
 
 
 def linear_cross_entropy(e, c, targets, bias=None, reduction="mean"):
-    """A stand-in of Apple's cut_cross_entropy, which needs a GPU."""
+    """Stand in for Apple's cut_cross_entropy, which needs a GPU."""
     logits = functional.linear(e.flatten(0, -2), c, bias)
     return functional.cross_entropy(logits, targets.flatten(), reduction=reduction)
 
@@ -65,7 +65,7 @@ class Amp:
 
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
-    """Packages that need a GPU, or that nobody maintains any more."""
+    """Stand in for packages that need a GPU, or that nobody maintains any more."""
     packages = {
         "apex": {"amp": Amp()},
         "liger_kernel": {},
@@ -92,27 +92,17 @@ class Labelled(nn.Module):
 
 
 def trained(name, side, batches, tmp_path, model=None):
-    """The parameters after `train` of one side, and what it returned."""
+    """Run `train` of one side; return the parameters and what it returned."""
     train, loop = function(name, side), LOOPS[name]
     model = loop.model() if model is None else model
     if name == "lightning":
-        quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-        options = dict.fromkeys(quiet, False) | {"max_epochs": 1, "accelerator": "cpu"}
-        returned = train(model, loader(batches), N, default_root_dir=tmp_path, **options)
+        options = your_loops.LIGHTNING | {"default_root_dir": tmp_path}
+        returned = train(model, loader(batches), N, **options)
     elif name == "trainer":
-        options = {
-            "output_dir": str(tmp_path),
-            "num_train_epochs": 1,
-            "per_device_train_batch_size": len(batches[0][0]),
-            "train_sampling_strategy": "sequential",
-            "logging_strategy": "no",
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-        }
+        size = {"per_device_train_batch_size": len(batches[0][0])}
         data = [{"x": x, "labels": y} for batch in batches for x, y in zip(*batch)]
-        returned = train(Labelled(model), data, N, **options)
+        options = your_loops.TRAINER | size
+        returned = train(Labelled(model), data, N, output_dir=str(tmp_path), **options)
     else:
         returned = train(model, loader(batches), N, *(["cpu"] if loop.device else []))
     return parameters_of(model), returned
@@ -176,7 +166,7 @@ def test_one_step(side):
 
 
 def last_window(name, count, tmp_path):
-    """The batches, and the parameters of both sides after them."""
+    """Return so many batches, and the parameters of both sides after them."""
     if name not in PLAIN:
         pytest.importorskip(name)
     batches = LOOPS[name].batches()[:count]

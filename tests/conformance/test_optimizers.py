@@ -12,7 +12,7 @@ import torch
 from ranks import across
 from shares import inside, own_share, train, whole
 from support import optimizer_oracle as oracle
-from support.masters import adamw, rounded
+from support.masters import adamw, rounded, with_masters
 from support.optimizer_oracle import adam, assert_close, loss_of, make_model, parameters_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
-import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 BATCHES = oracle.make_batches(9)
@@ -86,7 +85,7 @@ def make_optimizer(name, parameters, variant="default", **options):
 
 
 def model_for(name, dtype=torch.float64):
-    """A model that this optimizer can train: of matrices for Muon, sparse for SparseAdam."""
+    """Make a model that this optimizer can train: matrices for Muon, sparse for SparseAdam."""
     if name not in ("Muon", "SparseAdam"):
         return make_model(dtype)
     with torch.random.fork_rng():
@@ -97,7 +96,7 @@ def model_for(name, dtype=torch.float64):
 
 
 def batches_for(name, sizes, dtype=torch.float64):
-    """Inputs of so many rows each: vectors, or the tokens of an embedding."""
+    """Make inputs of so many rows each: vectors, or the tokens of an embedding."""
     generator = torch.Generator().manual_seed(2)
     if name == "SparseAdam":
         return [torch.randint(7, (size,), generator=generator) for size in sizes]
@@ -239,11 +238,6 @@ def test_lbfgs():
             AccumulatingOptimizer(opt.optimizer, **{name: value})
 
 
-def on_masters(model, make=adamw, window=1, **options):
-    masters = accumext.masters(model.parameters(), **options)
-    return AccumulatingOptimizer(make(masters), masters=masters, window=window), masters
-
-
 @pytest.mark.parametrize(
     ("loop", "dtype"), [(oracle.one_call, HALF), (oracle.own_backward, torch.float16)]
 )
@@ -252,9 +246,9 @@ def test_masters_are_the_optimizer_in_float32(name, variant, loop, dtype):
     """Every class of `torch.optim` on masters: bit for bit itself in float32, `fused` too"""
     batches = batches_for(name, [5] * 4, torch.float32)
     make = partial(make_optimizer, name, variant=variant)
-    reference, model = model_for(name, dtype), model_for(name, dtype)
+    reference = model_for(name, dtype)
     by_hand = oracle.ByHand(reference.parameters(), make, wide=torch.float32)
-    opt, masters = on_masters(model, make)
+    model, opt, masters = with_masters(make, model=model_for(name, dtype))
     for batch in batches:
         batch = batch if name == "SparseAdam" else batch.to(dtype)
         by_hand.add(loss_of(reference, batch))
@@ -265,17 +259,16 @@ def test_masters_are_the_optimizer_in_float32(name, variant, loop, dtype):
     assert not torch.equal(parameters_of(model)[0], parameters_of(model_for(name, dtype))[0])
 
 
-@across(2, cases={"to_nearest": {}, "stochastically": {"stochastic_rounding": True}})
-def test_masters_of_replicas(rank, world, **options):
+@across(2, cases={"to_nearest": {"stochastic": False}, "stochastically": {"stochastic": True}})
+def test_masters_of_replicas(rank, world, stochastic):
     """Masters under DistributedDataParallel: windows are summed in float32, rounded alike"""
     # Stochastic rounding gives all ranks the same parameters, whatever their seeds.
     torch.manual_seed(rank)
-    model = make_model(HALF)
-    opt, masters = on_masters(model, window=WINDOW, **options)
+    model, opt, masters = with_masters(stochastic=stochastic, window=WINDOW)
     replica = DistributedDataParallel(model)
     train(opt, replica, own_share(rank, world, COUNT, HALF, weighted=False), inside)
     parameters, masters = parameters_of(model), [m.detach() for m in masters]
-    if options:
+    if stochastic:
         pairs = zip(parameters, rounded(masters), strict=True)
         assert not all(torch.equal(*pair) for pair in pairs)
         return parameters, masters
@@ -295,8 +288,8 @@ def sharded():
 @across(2)
 def test_masters_of_shards(rank, world):
     """Masters of `fully_shard` parameters are shards, also in checkpoints; bit for bit by hand"""
-    model, reference = sharded(), sharded()
-    opt, masters = on_masters(model, window=WINDOW)
+    reference = sharded()
+    model, opt, masters = with_masters(model=sharded(), window=WINDOW)
     assert all(isinstance(m, DTensor) and m.dtype == torch.float32 for m in masters)
     share = own_share(rank, world, COUNT, HALF, weighted=False)
     train(opt, model, share)

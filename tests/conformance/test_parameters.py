@@ -18,12 +18,12 @@ every_loop = pytest.mark.parametrize("loop", LOOPS)
 
 
 def sgd(parameters):
-    """A parameter without a gradient keeps its value; one with a gradient of zero decays."""
+    """Make SGD that tells no gradient from one of zero: with that, a parameter decays."""
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
 
 
 def assert_as_by_hand(loop, reference, model, losses, weights=(1.0,) * 9, **options):
-    """`losses(model)` yields the loss of each micro-batch, and may change the model before it."""
+    """Compare after each step. `losses(model)` yields losses, and may change the model before."""
     max_norm, make = options.get("max_norm"), options.pop("make", sgd)
     by_hand = oracle.ByHand(reference.parameters(), make, max_norm=max_norm)
     opt, scaler = oracle.wrapped(model, make, **options), oracle.growing_scaler()

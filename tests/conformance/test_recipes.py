@@ -9,7 +9,7 @@ import torch
 from support import ROOT
 from support import optimizer_oracle as oracle
 from support.device import DeviceReads, cpu_as_device
-from support.programs import run_script
+from support.programs import output_of
 from your_loops import frameworks
 
 pytestmark = frameworks
@@ -79,14 +79,6 @@ def test_device_reads():
             assert (reads.count, reads.lists) == (0, window // 3)
 
 
-def script(*arguments, cwd):
-    """What Python prints that runs so; nothing of ours is among its warnings."""
-    done = run_script(*arguments, cwd=cwd)
-    assert done.returncode == 0, done.stderr
-    assert oracle.OP not in done.stderr  # nor at its end, where a warning is no error
-    return done.stdout
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_recipe(recipe, tmp_path, monkeypatch, capsys):
@@ -94,7 +86,7 @@ def test_recipe(recipe, tmp_path, monkeypatch, capsys):
     for word in NEEDS.keys() & set(recipe.stem.split("_")):
         pytest.importorskip(NEEDS[word])
     if recipe.stem in GROUPS:
-        said = script(recipe, cwd=tmp_path)
+        said = output_of(recipe, cwd=tmp_path)
     else:
         monkeypatch.chdir(tmp_path)
         runpy.run_path(str(recipe), run_name="__main__")
@@ -130,7 +122,7 @@ def test_a_run_that_resumes_on_other_ranks_is_the_same_run(tmp_path):
     for folder, ranks, windows in (("whole", 1, 6), ("parts", 2, 3), ("parts", 3, 6)):
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         options = ["--checkpoint", tmp_path / folder, "--windows", windows]
-        said.append(script(*launch, recipe, *options, cwd=tmp_path))
+        said.append(output_of(*launch, recipe, *options, cwd=tmp_path))
     assert said[1].startswith("windows 0 to 3, ")
     assert said[2].startswith("windows 3 to 6, ")
     norms = [float(text.partition("'total_norm': ")[2].partition(",")[0]) for text in said]

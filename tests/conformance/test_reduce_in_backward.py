@@ -20,7 +20,7 @@ LATE = "must come after step or discard, got one for a window that is summed ove
 
 
 def started(rank, world):
-    """An optimizer whose window is full and on its way."""
+    """Make an optimizer whose window is full and on its way."""
     model, opt = made(reduce_in_backward=True)
     *share, (batch, weight) = own_share(rank, world, WINDOW)
     train(opt, model, share)
@@ -29,7 +29,7 @@ def started(rank, world):
 
 
 def too_late(rank, world):
-    """Whatever would change a window that is on its way is refused, and the window arrives."""
+    """Try to change a window that is on its way: each call is refused, and the window arrives."""
     model, opt = started(rank, world)
     loss = loss_of(model, BATCHES[0])
     errors = {
@@ -47,7 +47,7 @@ def too_late(rank, world):
 
 
 def two_in_a_micro_batch(rank, world):
-    """The second backward pass of the last micro-batch is refused; the first one's sum arrives."""
+    """Run two backward passes in the last micro-batch: the second is refused, the first arrives."""
     model = DistributedDataParallel(make_model())
     opt = in_group(model, process_group=None, reduce_in_backward=True)
     *share, (batch, weight) = own_share(rank, world, WINDOW)
@@ -64,7 +64,7 @@ def two_in_a_micro_batch(rank, world):
 
 
 def discarded(rank, world):
-    """A window on its way may be dropped by all ranks; they go on with the next."""
+    """Drop a window on its way on all ranks; they go on with the next."""
     model, opt = started(rank, world)
     opt.discard()
     train(opt, model, own_share(rank, world, WINDOW))
@@ -97,7 +97,7 @@ class Partly(nn.Module):
 
 
 def one_discards(opt, model, rank):
-    """Ranks have sent different buckets then."""
+    """Discard a window of which the ranks have sent different buckets."""
     opt.backward(model.loss(BATCHES[0], rank == 0))
     opt.discard()
 
@@ -107,12 +107,12 @@ def out_of_memory(*args):
 
 
 def at_its_end(*args):
-    """When all gradients have been made."""
+    """Fail when all gradients have been made."""
     torch.autograd.Variable._execution_engine.queue_callback(out_of_memory)
 
 
 def backward_fails(opt, model, rank, fail=out_of_memory):
-    """On one rank, where the window is dropped; elsewhere it is not finite, and skipped."""
+    """Fail on one rank, which drops the window; on others it is not finite, and skipped."""
     handle = model.layers[0].weight.register_hook(fail) if rank == 0 else None
     error = error_of(opt.backward, model.loss(BATCHES[0]))
     opt.step()
@@ -125,7 +125,7 @@ def backward_fails(opt, model, rank, fail=out_of_memory):
 
 
 def payload_fails(opt, model, rank):
-    """A collective fails after the ranks have agreed: the window is dropped, in words."""
+    """Fail in a collective after the ranks have agreed: the window is dropped, in words."""
     opt.reduce_in_backward = False
     opt.backward(model.loss(BATCHES[0]))
     all_reduce, calls = dist.all_reduce, []

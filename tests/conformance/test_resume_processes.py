@@ -21,7 +21,7 @@ WINDOW = 6  # micro-batches of all processes together, in any number of them
 
 @contextmanager
 def replicated(module, opt, path, begin):
-    """From the checkpoint of the processes before to that of these."""
+    """Load the checkpoint of the processes before, and save that of these."""
     parts = {"model": module, "optimizer": opt, "scaler": opt.scaler}
     if begin > 0:
         # An open window is a rank's own; elsewhere any rank's checkpoint will do.
@@ -38,7 +38,7 @@ def replicated(module, opt, path, begin):
 
 @contextmanager
 def sharded(module, opt, path, begin):
-    """The same with torch.distributed.checkpoint, where a window is closed."""
+    """Do so with torch.distributed.checkpoint, after a closed window."""
     if begin > 0:
         weights, state = get_state_dict(module, opt)
         dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)

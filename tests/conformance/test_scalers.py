@@ -48,7 +48,7 @@ every_protocol = pytest.mark.parametrize(("protocol", "dtype"), PROTOCOLS)
 
 
 def make_scaler(protocol, **settings):
-    """Growing every second update, so that it does so inside windows."""
+    """Make a scaler that grows every second update, so inside windows as well."""
     settings = {"init_scale": 4.0, "growth_interval": 2, **settings}
     return None if protocol == "none" else torch.amp.GradScaler("cpu", **settings)
 
@@ -59,13 +59,13 @@ def make_parameters(dtype):
 
 
 def gradients(number):
-    """Of micro-batch `number`, in float64."""
+    """Return the gradients of micro-batch `number`, in float64."""
     generator = torch.Generator().manual_seed(number)
     return [3.0 * torch.randint(-3, 4, shape, generator=generator).double() for shape in SHAPES]
 
 
 def loss_of(parameters, number, poison=0.0):
-    """Its loss, with `poison` as the gradient of one element."""
+    """Return its loss, with `poison` as the gradient of one element."""
     terms = [(p.float() * grad.float()).sum() for p, grad in zip(parameters, gradients(number))]
     return sum(terms) + (parameters[CULPRIT][0, 0].float() * poison if poison else 0.0)
 
@@ -75,7 +75,7 @@ def sgd(parameters, **options):
 
 
 def make_optimizer(protocol, parameters, scaler, *, fused=False, **options):
-    """The wrapper as the protocol wants it."""
+    """Make the wrapper as the protocol wants it."""
     options = {"window": 1 if protocol in ONCE else WINDOW, **options}
     scaler = scaler if protocol in OWN else None
     return AccumulatingOptimizer(sgd(parameters, fused=fused), scaler=scaler, **options)
@@ -103,7 +103,7 @@ def micro_batch(protocol, opt, scaler, loss, number, weight=1.0):
 
 
 def assert_exact(parameters, windows, weights=(1.0,) * COUNT):
-    """In float64 by hand: a step on the weighted mean of the micro-batches of each window."""
+    """Compare with steps by hand, in float64, on the weighted mean of each window."""
     truth = [p.detach() for p in make_parameters(torch.float64)]
     for window in windows:
         total = sum(weights[number] for number in window)
@@ -114,7 +114,7 @@ def assert_exact(parameters, windows, weights=(1.0,) * COUNT):
 
 
 def scales_by_hand(protocol, bad=()):
-    """The scale after each micro-batch, by the rule that GradScaler documents."""
+    """Return the scale after each micro-batch, by the rule that GradScaler documents."""
     scale, good, scales = 4.0, 0, []
     for number in range(COUNT):
         since = range(number - WINDOW + 1, number + 1) if protocol not in EACH else [number]

@@ -65,7 +65,7 @@ OPTIMIZERS = {
 
 
 def groups_of(model):
-    """Two groups, as every scheduler keeps a list of learning rates."""
+    """Return two groups, since every scheduler keeps a list of learning rates."""
     return [{"params": list(layer.parameters())} for layer in (model[0], model[2])]
 
 
@@ -78,7 +78,7 @@ def rates(opt):
 
 
 def train(make_optimizer, make_scheduler, window=WINDOW, reload="never"):
-    """Parameters and the rates after every window; without a window, the bare optimizer's."""
+    """Return parameters, and rates after every window; without a window the bare optimizer's."""
 
     def build():
         model = make_model()

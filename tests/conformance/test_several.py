@@ -15,7 +15,7 @@ def make_scaler():
 
 
 def taken_by_hand(window, bad, on_nonfinite):
-    """Parameters after stepping on the windows, or what is left of them, without `bad`."""
+    """Return the parameters after steps on the windows, or what is left of them, without `bad`."""
     model = make_model()
     by_hand = oracle.ByHand(model.parameters(), adam)
     for numbers in oracle.windows_of(range(len(BATCHES)), window):

@@ -23,7 +23,7 @@ NORMS = {str(p): {"norm_type": p} for p in (1.0, 2.0, 3.0, INF, -1.0, -INF)}
 
 
 def sharded(dtype=torch.float64, fused=False, **options):
-    """A model, and a wrapper of its shards."""
+    """Make a model, and a wrapper of its shards."""
     options = {"synchronize": "backward", "max_norm": None, **options}
     return shares.training(dtype, make=partial(adam, fused=fused), **options)
 
@@ -197,7 +197,7 @@ def test_sharded_half_precision(rank, world, dtype, shards):
 
 
 def primed_adam(parameters):
-    """Adam after what torch.distributed.checkpoint does to any optimizer: a step on zeros."""
+    """Make Adam and step on zeros, as torch.distributed.checkpoint does with any optimizer."""
     optimizer = adam(parameters)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)

@@ -4,16 +4,7 @@ import threading
 
 import decoders
 import pytest
-from decoders import (
-    STEPS,
-    assert_gradients,
-    gradients,
-    is_resharded,
-    make,
-    micro_batches,
-    records,
-    sharded,
-)
+from decoders import assert_gradients, gradients, is_resharded, make, micro_batches, sharded
 from ranks import across
 from shares import error_of
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -40,7 +31,7 @@ def decoding(model, cell, state, targets):
 
 
 def generating(model, cell, state, targets):
-    accumext.generate(model.embedding, cell, model.head, state, max_length=STEPS)
+    accumext.generate(model.embedding, cell, model.head, state, max_length=decoders.STEPS)
 
 
 def in_chunks(model, cell, state, targets):
@@ -59,7 +50,7 @@ FAILING = {
 
 
 def was_gathered(module):
-    return all(hasattr(record, "_unsharded_param") for record in records(module))
+    return all(hasattr(record, "_unsharded_param") for record in decoders.records(module))
 
 
 @across(2, cases=FAILING)

@@ -8,9 +8,10 @@ import decoders
 import pytest
 import torch
 import torch.nn.functional as F
-from decoders import assert_gradients, gradients, is_resharded, make, micro_batches, sharded
+from decoders import gradients, is_resharded, make, micro_batches, one_by_one, sharded
 from ranks import across
-from support.optimizer_oracle import assert_close, assert_equal, wrapped
+from shares import whole
+from support.optimizer_oracle import assert_close, assert_equal, parameters_of, wrapped
 from torch import nn
 from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
@@ -41,17 +42,13 @@ def test_decode_loss_of_sharded_modules(rank, world, kind, feedback):
         after_forward = is_resharded(*model.parts()[1:])
         loss.backward()
     mean = decoders.mean_over_ranks(loss)
-    seen = assert_gradients(model, gradients(kind, feedback)[1])
+    seen = decoders.assert_gradients(model, gradients(kind, feedback)[1])
     assert_close([mean], [gradients(kind, feedback)[0]])
     assert begun == decoders.ONCE
     assert after_forward
     assert model.reduced_early
     assert is_resharded(*model.parts())
     return seen
-
-
-def momentum(parameters):
-    return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
 WAYS = {
@@ -64,19 +61,13 @@ WAYS = {
 @across(2, cases=WAYS)
 def test_windows_of_sharded_decoders(rank, world, kind, synchronize):
     """Windows of `decode_loss` of sharded modules, reduced at once or once, equal one process"""
-    model, reference = sharded(kind), make(kind)
-    opt = wrapped(model, momentum, window=WINDOW, synchronize=synchronize)
+    model = sharded(kind)
+    opt = wrapped(model, decoders.momentum, window=WINDOW, synchronize=synchronize)
     for features, targets in micro_batches(rank, world):
         with opt.micro_batch(model):
             opt.backward(model(features, targets, "greedy"))
         opt.step()
-    plain = momentum(reference.parameters())
-    for number, (features, targets) in enumerate(micro_batches(), 1):
-        (reference.by_the_book(features, targets, "greedy") / WINDOW).backward()
-        if number % WINDOW == 0:
-            plain.step()
-            plain.zero_grad()
-    assert_close(decoders.full(model.parameters()), [p.detach() for p in reference.parameters()])
+    assert_close(whole(parameters_of(model)), decoders.by_hand(kind, WINDOW))
 
 
 # Other ways to shard a decoder: each returns what is sharded
@@ -86,25 +77,19 @@ def in_a_parent(model):
     return fully_shard(model)
 
 
-def one_by_one(model, parts=None):
-    for part in model.parts() if parts is None else parts:
-        fully_shard(part)
-    return model
-
-
 def one_by_one_in_a_parent(model):
     return fully_shard(one_by_one(model))
 
 
 def two_together_in_a_parent(model):
-    """A weight that embedding and head share."""
+    """Shard embedding and head together, which share a weight."""
     model.head.weight = model.embedding.weight
     fully_shard([model.embedding, model.head])
     return fully_shard(model)
 
 
 def beside_a_compiled_cell(model):
-    """In one graph, without a break or a warning."""
+    """Compile the cell in one graph, without a break or a warning."""
     one_by_one(model, [model.encoder, model.embedding, model.head])
     model.cell = torch.compile(model.cell, backend="eager", fullgraph=True)
     return model
@@ -114,7 +99,7 @@ def beside_a_compiled_cell(model):
 
 
 def several_uses(model, features, targets, loss_of=None):
-    """Two losses, and the head and the embedding used by themselves between them."""
+    """Use head and embedding by themselves between two losses."""
     loss_of = loss_of or model
     with torch.no_grad():  # a call without any backward pass
         loss_of(features, targets, "greedy")
@@ -131,19 +116,19 @@ def with_a_method_one_by_one(model):
 
 
 def with_a_method(model, features, targets):
-    """A cell that is a method, known to FSDP as a forward method."""
+    """Call a cell that is a method, known to FSDP as a forward method."""
     parts = model.embedding, model.cell.one_step, model.head
     return accumext.decode_loss(*parts, targets, model.state(features), feedback="greedy").loss
 
 
 def by_tbptt(model, features, targets):
-    """Which runs the backward pass itself."""
+    """Train by `tbptt`, which runs the backward pass itself."""
     options = {"criterion": F.cross_entropy, "k1": decoders.STEPS, "feedback": "greedy"}
     accumext.tbptt(decoders.step_of(model), targets, model.state(features), **options)
 
 
 def use(shard, run, *kinds, begun=None):
-    """With these cells, and what is begun if it is to be counted."""
+    """Make cases with these cells; `begun` are the collectives, if they are to be counted."""
     name = f"{run.__name__}-{shard.__name__}"
     options = {"shard": shard, "run": run, "expected": begun}
     return {f"{name}-{kind}": {"kind": kind, **options} for kind in kinds}
@@ -181,7 +166,7 @@ def test_every_way_to_shard_and_to_use_a_decoder(rank, world, kind, shard, run, 
         loss = run(model, *next(micro_batches(*mine)))
         if loss is not None:
             loss.backward()
-    seen = assert_gradients(model, [p.grad for p in reference.parameters()])
+    seen = decoders.assert_gradients(model, [p.grad for p in reference.parameters()])
     assert not expected or {kind: begun[kind] for kind in expected} == expected
     assert shard is not one_by_one or is_resharded(*model.parts())
     return seen
@@ -196,7 +181,7 @@ def test_a_shared_weight_that_is_sharded_twice_is_two_weights(rank, world):
     one_by_one(model)
     reference.by_the_book(*next(micro_batches()), "greedy").backward()
     decoders.by_decode_loss(model, *next(micro_batches(rank, world))).backward()
-    both = sum(decoders.full([model.head.weight.grad, model.embedding.weight.grad]))
+    both = sum(whole([model.head.weight.grad, model.embedding.weight.grad]))
     assert model.head.weight is not model.embedding.weight
     assert_close([both], [reference.head.weight.grad])
 
@@ -212,20 +197,18 @@ def test_sharded_modules_without_synchronisation(rank, world):
             decoders.by_decode_loss(model, *batch).backward()
         counts.append(begun["reduce_scatter"])
     assert counts == [0, 4]
-    return assert_gradients(model, gradients("module", "greedy", batches=2)[1])
+    return decoders.assert_gradients(model, gradients("module", "greedy", batches=2)[1])
 
 
 @across(2, cases={kind: {"kind": kind} for kind in ("gru", "module")})
 def test_sharded_modules_in_mixed_precision(rank, world, kind):
     """Mixed-precision policies of sharded modules reach `decode_loss`"""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = make(kind).float()
-    for part in model.parts():
-        fully_shard(part, mp_policy=policy)
+    model = one_by_one(make(kind).float(), mp_policy=policy)
     features, targets = next(micro_batches(rank, world))
     loss = model(features.float(), targets, "teacher")
     loss.backward()
-    grads = decoders.full(p.grad for p in model.parameters())
+    grads = whole(p.grad for p in model.parameters())
     seen = [decoders.mean_over_ranks(loss.float()), *grads]
     loss, grads = gradients(kind, "teacher", dtype=torch.float32)
     # Weights and activations are rounded to 8 bits, and errors of 0.4 % add up over 5 steps.
@@ -300,7 +283,7 @@ def test_chunked_loss_of_a_sharded_head(rank, world, detached, options):
         resharded.append(is_resharded(head))
         loss.backward()
     resharded.append(is_resharded(head))
-    grads = decoders.full(p.grad for m in modules() for p in m.parameters())
+    grads = whole(p.grad for m in modules() for p in m.parameters())
     seen = [decoders.mean_over_ranks(loss), *grads]
 
     trunk, head = trunk_and_head()

@@ -60,8 +60,8 @@ def test_partial_windows(rank, world):
 
 
 def collectives(rank, world, make=training, flush=True, **options):
-    """All-gathers, reduce-scatters and all-reduces of the second window, and of a flush, which
-    sends nothing where it is full."""
+    """Count all-gathers, reduce-scatters and all-reduces of the second window, and of a flush,
+    which sends nothing after a full one."""
     model, opt = make(**options)
     train_inside(opt, model, own_share(rank, world, WINDOW))
     with torch.profiler.profile() as profile:
@@ -131,8 +131,8 @@ def test_what_does_not_go_with_windows_that_are_sent_once(rank, world):
 
 
 def live_bytes():
-    """Of all tensors that Python can find. The least of several looks: a thread of the group may
-    hold what it has sent for a moment longer than the collective takes."""
+    """Return the bytes of all tensors that Python can find, the least of several looks: a thread of
+    the group may hold what it has sent for a moment longer than the collective takes."""
     gc.collect()
     looks = []
     for _ in range(5):
@@ -187,8 +187,8 @@ def test_half_precision_is_held_in_float32(rank, world):
 
 
 def hybrid(replicated=False, **options):
-    """HSDP: `fully_shard` on a mesh of two dimensions; or shards in pairs, whose replicas the
-    optimizer's own group sums."""
+    """Make a model of HSDP, `fully_shard` on a mesh of two dimensions; or of shards in pairs, whose
+    replicas the optimizer's own group sums."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     if replicated:
         options["process_group"] = mesh["replicate"].get_group()
@@ -231,23 +231,8 @@ def test_a_window_of_hybrid_shards_is_sent_once(rank, world):
     assert collectives(rank, world, hybrid, flush=False, replicated=True) == [10, 2, 1 + 2]
 
 
-@pytest.mark.parametrize(
-    ("setting", "value", "text"),
-    [
-        ("on_nonfinite", "raise", "must be 'skip_window' for synchronize='window'"),
-        ("accumulate_in_backward", True, "must be False for"),
-        ("reduce_in_backward", True, "must be False for synchronize='window'"),
-        ("synchronize", "step", "must be one of 'backward', 'window', got 'step'"),
-    ],
-)
-def test_settings_that_do_not_go_with_it(setting, value, text):
-    """Policies that look at every micro-batch's gradient are refused with `synchronize="window"`"""
-    with pytest.raises(ValueError, match=f"^AccumulatingOptimizer: {setting} {text}"):
-        shares.once_per_window(make_model(), **{setting: value})
-
-
 def uneven(rank: int, folder: str) -> None:
-    """Rank 1 has three of four micro-batches; each writes what the error said."""
+    """Train with three of four micro-batches on rank 1; write what the error said."""
     ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
     model, opt = training()
     error = error_of(train_inside, opt, model, own_share(rank, 2, WINDOW - rank))

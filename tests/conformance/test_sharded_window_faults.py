@@ -55,7 +55,7 @@ def before_its_backward(opt, model, batch, weight):
 
 
 def in_its_backward(opt, model, batch, weight, error=KeyError):
-    """On the way to the first layer, when the gradients of the last are there."""
+    """Fail on the way to the first layer, when the gradients of the last are there."""
 
     def stop(grad):
         raise error
@@ -67,7 +67,7 @@ def in_its_backward(opt, model, batch, weight, error=KeyError):
 
 
 def interrupted(opt, model, batch, weight):
-    """Once FSDP has reduced something: when the window is closed, or in its last backward"""
+    """Interrupt once FSDP has reduced something: at the close, or in the last backward pass."""
     if not shares.FINALIZES:
         in_its_backward(opt, model, batch, weight, KeyboardInterrupt)
     finalize = FSDPModule.finalize_backward
@@ -82,13 +82,13 @@ def interrupted(opt, model, batch, weight):
 
 
 def before_the_first_forward(opt, model, batch, weight):
-    """Where nothing is held: the error is the user's own."""
+    """Fail while nothing is held: the error is the user's own."""
     with opt.micro_batch(model):
         raise KeyError("no batch")
 
 
 def of_a_part(opt, model, batch, weight):
-    """Of a layer, which FSDP gathers with the rest of the model."""
+    """Hold a layer alone, which FSDP gathers with the rest of the model."""
     with opt.micro_batch(model[0]):
         opt.backward(loss_of(model, batch))
 
@@ -166,6 +166,34 @@ def test_copies_of_a_window_that_fsdp_holds(rank, world):
         "gradients unreduced, got an open one. Do this when opt.stepped is True"
         for name in ("__getstate__", "__getstate__", "main_grad")
     ]
+    return as_expected(model, opt, by_hand(world, 0, 8))
+
+
+@across(2, cases={"empty": {"count": 0}, "open": {"count": 2}})
+def test_accumulate_with_a_window_that_is_sent_once(rank, world, count):
+    """`accumulate` with `synchronize="window"` is refused, also in a window; nothing is lost"""
+    model, opt = training()
+    share, parameters = own_share(rank, world, 8), opt.param_groups[0]["params"]
+    train_inside(opt, model, share[:count])
+    if count == 0:
+        loss_of(model, share[0][0]).backward()  # FSDP reduces it at once
+    else:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+
+    def seen():
+        tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None)]
+        return [t.detach().to_local().clone() for t in tensors], shares.held(opt)
+
+    before, error, after = seen(), error_of(opt.accumulate), seen()
+    opt.zero_grad()
+    train_inside(opt, model, share[count:])
+    assert error == (
+        f"RuntimeError: {OP}.accumulate: gradients must be formed inside `with "
+        "opt.micro_batch(model):` where synchronize='window', got some of another pass"
+    )
+    assert_equal(after[0], before[0])
+    assert after[1] == before[1] == count
     return as_expected(model, opt, by_hand(world, 0, 8))
 
 

@@ -54,7 +54,7 @@ def test_an_uneven_last_window_is_an_error_on_all_ranks(rank, world, counts, got
 
 
 def alone(rank: int, folder: str, leaves: bool) -> None:
-    """Rank 1 never closes its window: it goes, or does something else until rank 0 has given up."""
+    """Leave rank 0 alone: rank 1 goes, or does something else until rank 0 has given up."""
     ranks.join(rank, 2, f"{folder}/meeting", seconds=4)
     model, opt = made(window=1)
     said = Path(folder, "said")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support import ROOT
-from support.optimizer_oracle import windows_of
+from support.decode_oracle import plain_losses
+from support.optimizer_oracle import ByHand, parameters_of, windows_of
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 @pytest.fixture
 def forget_accelerate():
-    """Accelerate's state is one per process; no test may leave it to the next."""
+    """Reset Accelerate's state, one per process, which no test may leave to the next."""
     yield
     state = sys.modules.get("accelerate.state")
     if state is not None:
@@ -37,6 +38,24 @@ frameworks = [
         "ignore:.pin_memory. argument is set as true:UserWarning",
     ),
 ]
+# Lightning's and transformers' trainers write, print and log nothing.
+LIGHTNING = {
+    "accelerator": "cpu",
+    "max_epochs": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+TRAINER = {
+    "num_train_epochs": 1,
+    "train_sampling_strategy": "sequential",
+    "logging_strategy": "no",
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
 FOLDER = ROOT / "examples" / "from_your_loop"
 SIDES = ("before", "after")
 N = 4  # batches of a step
@@ -94,7 +113,7 @@ class Recurrent(nn.Module):
 def drawn(
     count: int, numbers: tuple[int, ...], classes: tuple[int, ...], below: int
 ) -> list[Batch]:
-    """Pairs of numbers and of classes, the same at every call."""
+    """Draw pairs of numbers and of classes, the same at every call."""
     g = torch.Generator().manual_seed(3)
     return [
         (
@@ -163,12 +182,8 @@ def teacher_forced(model: Recurrent, batch: Batch) -> Tensor:
 def fed_its_argmax(model: Decoder, batch: Batch, *, cut: bool = False) -> Tensor:
     """With `cut` no gradient flows from a step into the one before."""
     targets, hidden = batch
-    token, losses = torch.zeros_like(targets[0]), []
-    for target in targets:
-        logits, hidden = model(token, hidden.detach() if cut else hidden)
-        losses.append(cross_entropy(logits, target))
-        token = logits.argmax(1)
-    return torch.stack(losses).mean()
+    step = (lambda token, hidden: model(token, hidden.detach())) if cut else model
+    return torch.stack([*plain_losses(step, targets, hidden)]).mean()
 
 
 @dataclass(frozen=True)
@@ -210,22 +225,15 @@ def by_definition(
 ) -> tuple[list[Tensor], list[float]]:
     """Parameters after a step on each window's gradient, and the norms before clipping.
 
-    The losses of a window are one graph, and their weighted sum is divided by the weights, or by
-    `divisor`.
+    The weighted sum of a window's losses is divided by the weights, or by `divisor`.
     """
-    model = loop.model()
-    parameters = list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
-    norms = []
+    model, make = loop.model(), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    options = {"max_norm": loop.max_norm, "reduction": "sum" if divisor else "mean"}
+    by_hand, norms = ByHand(model.parameters(), make, **options), []
     for window in windows_of(batches, n):
-        weights = [loop.weight(batch) for batch in window]
-        losses = [w * loop.loss(model, batch) for w, batch in zip(weights, window)]
-        total = torch.stack(losses).sum() / (divisor or sum(weights))
-        grads = torch.autograd.grad(total, parameters)
-        norms.append(torch.cat([grad.flatten() for grad in grads]).norm().item())
-        limit = loop.max_norm if loop.max_norm is not None else float("inf")
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad * min(1.0, limit / (norms[-1] + 1e-6))
-        optimizer.step()
-        optimizer.param_groups[0]["lr"] *= loop.gamma
-    return [p.detach() for p in parameters], norms
+        for batch in window:
+            by_hand.add(loop.loss(model, batch), loop.weight(batch) / (divisor or 1.0))
+        norms.append(by_hand.norm())
+        by_hand.step()
+        by_hand.optimizer.param_groups[0]["lr"] *= loop.gamma
+    return parameters_of(model), norms

@@ -198,7 +198,7 @@ def test_windows_of_tbptt_that_all_begin_with_the_first_step(kind, k1):
     """Together they are the plain loop, for the initial state, too."""
     found = in_windows(World(kind), "tbptt", k1, STEPS)
     expected = World(kind)
-    exact = expected.gradients(expected.plain_greedy())
+    exact = expected.gradients(expected.plain(greedy=True))
     assert relative_distance(found[:1], exact[:1]) < EXACT
     assert relative_distance(found, exact) < EXACT
 

@@ -161,7 +161,7 @@ def test_a_step_that_takes_gradients_inside_of_itself(how, way, options):
     for k2 in (STEPS, 7):  # one window; then several, which all begin with the first step
         world = World(kind)
         gradients = in_windows(world, "tbptt", k2, STEPS)
-        exact = expected.gradients(expected.plain_greedy())
+        exact = expected.gradients(expected.plain(greedy=True))
         assert relative_distance(gradients, exact) < EXACT
 
 

@@ -1,6 +1,7 @@
 """The end of a window, in torch's own loop and in the optimizer's, for tests that count."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -20,36 +21,30 @@ OPTIMIZERS: dict[str, Optimizer] = {
 }
 
 
+@dataclass(frozen=True)
 class Boundaries:
     """Both loops with one optimizer, on one device."""
 
-    def __init__(
-        self,
-        optimizer: str,
-        scaled: bool,
-        clipped: bool,
-        dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
-    ) -> None:
-        self._make, self._scaled, self._clipped = OPTIMIZERS[optimizer], scaled, clipped
-        self._dtype, self._device = dtype, device
+    optimizer: str
+    scaled: bool
+    clipped: bool
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [
-            nn.Parameter(torch.randn(4, 3, dtype=self._dtype, device=self._device))
-            for _ in range(3)
-        ]
+        where = {"dtype": self.dtype, "device": self.device}
+        return [nn.Parameter(torch.randn(4, 3, **where)) for _ in range(3)]
 
     def _scaler(self) -> torch.amp.GradScaler | None:
-        return torch.amp.GradScaler(self._device, init_scale=8.0) if self._scaled else None
+        return torch.amp.GradScaler(self.device, init_scale=8.0) if self.scaled else None
 
     def stock(self, count: Callable[[Callable[[], object]], Any]) -> Any:
         """Return what `count` says of all that torch's loop does after a backward pass."""
         parameters, scaler = self._parameters(), self._scaler()
-        opt = self._make(parameters)
+        opt = OPTIMIZERS[self.optimizer](parameters)
 
         def boundary() -> None:
-            if self._clipped:
+            if self.clipped:
                 if scaler is not None:
                     scaler.unscale_(opt)
                 nn.utils.clip_grad_norm_(parameters, MAX_NORM)
@@ -75,16 +70,15 @@ class Boundaries:
     ) -> Any:
         """Return what `count` says of the step that closes a window."""
         parameters, scaler = self._parameters(), self._scaler()
-        max_norm = MAX_NORM if self._clipped else None
-        opt = AccumulatingOptimizer(
-            self._make(parameters), window=window, max_norm=max_norm, scaler=scaler, **options
-        )
+        options |= {"scaler": scaler, "max_norm": MAX_NORM if self.clipped else None}
+        wrapped = OPTIMIZERS[self.optimizer](parameters)
+        opt = AccumulatingOptimizer(wrapped, window=window, **options)
         for _ in range((WARM_UP + 1) * window):
             opt.backward(_loss_of(parameters), weight)
             result = count(opt.step)
         assert opt.stepped
         assert not opt.last.skipped
-        assert (opt.last.clip_coef < 1.0) == self._clipped
+        assert (opt.last.clip_coef < 1.0) == self.clipped
         return result
 
 

@@ -1,6 +1,6 @@
 """The decoder by its definition: a plain autograd loop over tokens that are given."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -136,6 +136,21 @@ def decode(
     if class_weight is not None:
         weights = weights * class_weight[targets.where(counted, 0)]
     return torch.stack(losses), weights.sum(), torch.stack(logits).detach()
+
+
+def plain_losses(
+    step: Callable[[Tensor, Any], tuple[Tensor, Any]],
+    targets: Tensor,  # int64 [T, B]
+    state: Any,
+    greedy: bool = True,  # else it is fed the targets
+) -> Iterator[Tensor]:
+    """The mean loss of each step of the loop that people write, fed the argmax of the one before:
+    `step(token, state)` returns logits and state."""
+    token = torch.zeros_like(targets[0])
+    for target in targets:
+        logits, state = step(token, state)
+        token = logits.detach().argmax(-1) if greedy else target
+        yield F.cross_entropy(logits, target)
 
 
 def _select(live: Tensor, new: Any, old: Any) -> Any:

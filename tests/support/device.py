@@ -81,7 +81,7 @@ def _own_kernels(name: str, args: tuple[object, ...]) -> int:
 
 @contextmanager
 def cpu_as_device() -> Iterator[None]:
-    """Tensors on the CPU are treated as if on a device that the host must not wait for."""
+    """Treat tensors on the CPU as if on a device that the host must not wait for."""
     on_host = scalars.on_host
     scalars.on_host = lambda tensor: False
     try:

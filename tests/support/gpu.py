@@ -10,7 +10,7 @@ COPIES = ("cudaMemcpy", "cudaMemset")
 
 
 def launched(call: Callable[[], object], kinds: tuple[str, ...] = LAUNCHES + COPIES) -> list[str]:
-    """The names of what a call puts work on the GPU by."""
+    """Return the names of the calls of CUDA that put work on the GPU."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as record:
         call()

@@ -16,7 +16,7 @@ LISTS = {
 
 
 def good(op: str) -> dict[str, Any]:
-    """New arguments by name."""
+    """Return new arguments by name."""
     wide = [torch.ones(3), torch.ones(2, 2, dtype=torch.float64)]
     narrow = [torch.ones(3).half(), torch.ones(2, 2)]
     found_inf = torch.tensor(0.25)  # which good gradients leave as it is
@@ -31,17 +31,17 @@ def good(op: str) -> dict[str, Any]:
 
 
 def written(op: str, arguments: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operation writes."""
+    """Return the tensors that an operation writes."""
     flags = [arguments["found_inf"]] if "found_inf" in arguments else []
     return flags if op == "total_norm" else [*arguments[LISTS[op][0]], *flags]
 
 
 def with_lists(op: str, arguments: dict[str, Any], make: Callable[[Tensor], Any]) -> dict[str, Any]:
-    """The arguments with other tensors in the lists."""
+    """Return the arguments with other tensors in the lists."""
     return arguments | {name: [make(t) for t in arguments[name]] for name in LISTS[op]}
 
 
 def copies(arguments: dict[str, Any]) -> list[Tensor]:
-    """Copies of all tensors among the arguments."""
+    """Return copies of all tensors among the arguments."""
     lists = [a if isinstance(a, list) else [a] for a in arguments.values()]
     return [t.detach().clone() for some in lists for t in some if isinstance(t, Tensor)]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
 
 import accumext
+from support.decode_oracle import plain_losses
 
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
 STEPS, BATCH, SIZE, VOCABULARY = 20, 3, 4, 7
@@ -301,11 +302,7 @@ class OwnMethod(Mixes):
     """The cell is a method of a module that is not called itself."""
 
     before = None
-
-    def walk(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.step(x, h, self.before)
-        self.before = h.detach()
-        return h, h
+    walk = Attribute.forward
 
 
 class Counting(nn.Linear):
@@ -319,7 +316,7 @@ class Counting(nn.Linear):
 
 
 def around_linear(change: Callable[[nn.Module], Any]) -> Callable[[], Any]:
-    """One of torch's modules in the cell is changed."""
+    """Change one of torch's modules in the cell."""
 
     def make() -> Any:
         inner = Mixes()
@@ -344,7 +341,7 @@ def replaced_forward(module: nn.Module) -> None:
 
 
 def hooked(module: Any, register: str = "register_forward_pre_hook") -> tuple[Any, nn.Module]:
-    """By a module that only the hook knows, and by random numbers."""
+    """Register a hook that uses a module that only it knows, and random numbers."""
     norm, calls = nn.BatchNorm1d(SIZE, dtype=torch.float64), []
 
     def hook(module: nn.Module, *given: Any) -> Any:
@@ -358,7 +355,7 @@ def hooked(module: Any, register: str = "register_forward_pre_hook") -> tuple[An
 
 
 def closure() -> Any:
-    """Variables of a closure: one that is assigned, an object, and a helper with its own."""
+    """Keep variables of a closure: one that is assigned, an object, a helper with its own."""
     inner, before, seen = Mixes(), None, SimpleNamespace(last=0.0, calls=[])
 
     def scale() -> float:
@@ -380,7 +377,7 @@ _before: Any = None
 
 
 def unbound() -> Any:
-    """A variable of a closure that only the first call gives a value."""
+    """Keep a variable of a closure that only the first call gives a value."""
     inner = Mixes()
 
     def cell(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -473,22 +470,12 @@ class World:
         parts = (self.embedding, self.head, self.inner)
         self.leaves = [self.h, *(p for part in parts for p in part.parameters())]
 
-    def plain(self) -> Tensor:
-        h, tokens, losses = self.h, torch.zeros_like(self.targets[0]), []
-        for target in self.targets:
-            output, h = self.cell(self.embedding(tokens), h)
-            losses.append(F.cross_entropy(self.head(output), target))
-            tokens = target
-        return torch.stack(losses).mean()
+    def step(self, token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        output, h = self.cell(self.embedding(token), h)
+        return self.head(output), h
 
-    def plain_greedy(self) -> Tensor:
-        h, tokens, losses = self.h, torch.zeros(BATCH, dtype=torch.int64), []
-        for target in self.targets:
-            output, h = self.cell(self.embedding(tokens), h)
-            logits = self.head(output)
-            losses.append(F.cross_entropy(logits, target))
-            tokens = logits.argmax(1)
-        return torch.stack(losses).mean()
+    def plain(self, greedy: bool = False) -> Tensor:
+        return torch.stack([*plain_losses(self.step, self.targets, self.h, greedy)]).mean()
 
     def decoded(self, **options: Any) -> Tensor:
         call = {"feedback": "teacher", **options}
@@ -508,7 +495,7 @@ class World:
         return accumext.rollout(self.cell, self.h, STEPS, **call).loss
 
     def after(self) -> list[Tensor]:
-        """What another call makes of what the cell has kept, and its buffers."""
+        """Return what another call makes of what the cell has kept, and its buffers."""
         with torch.no_grad():
             x = torch.ones(BATCH, SIZE, dtype=torch.float64)
             return [*self.cell(x, x), *self.inner.buffers()]
@@ -518,18 +505,13 @@ class World:
 
 
 DECODED: list[dict[str, Any]] = [{}, {"memory_budget": 4000}, {"lengths": [STEPS] * BATCH}]
-ROLLOUTS: list[dict[str, Any]] = [
-    {},
-    {"checkpoint": 1},
-    {"checkpoint": 7},
-    {"memory_budget": 60000},
-]
+ROLLOUTS = [{}, {"checkpoint": 1}, {"checkpoint": 7}, {"memory_budget": 60000}]
 WAYS = [("decoded", o) for o in DECODED] + [("rollout", o) for o in ROLLOUTS]
 ways = pytest.mark.parametrize(("way", "options"), WAYS, ids=str)
 
 
 def plain(kind: Any, way: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Loss, gradients, and what is kept afterwards."""
+    """Return loss, gradients, and what is kept afterwards."""
     world = World(kind)
     loss = world.plain() if way == "decoded" else world.plain_rollout()
     return loss, world.gradients(loss), world.after()
@@ -538,11 +520,6 @@ def plain(kind: Any, way: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
 def in_windows(world: World, way: str, k1: int, k2: int) -> list[Tensor]:
     if way != "tbptt":
         return world.gradients(getattr(world, way)(k1=k1, k2=k2))
-
-    def step(token: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        output, h = world.cell(world.embedding(token), h)
-        return world.head(output), h
-
-    periods = {"k1": k1, "k2": k2}
-    accumext.tbptt(step, world.targets, world.h, criterion=F.cross_entropy, **periods)
+    options = {"criterion": F.cross_entropy, "k1": k1, "k2": k2}
+    accumext.tbptt(world.step, world.targets, world.h, **options)
     return [torch.zeros_like(p) if p.grad is None else p.grad for p in world.leaves]

@@ -13,9 +13,11 @@ def adamw(parameters, **kwargs):
     return torch.optim.AdamW(parameters, **{"lr": 0.01, "weight_decay": 0.1, **kwargs})
 
 
-def with_masters(make=adamw, device=None, stochastic=False, dtype=torch.bfloat16, **kwargs):
-    """A model, an optimizer on masters of all its parameters, and these."""
-    model = make_model(dtype)
+def with_masters(
+    make=adamw, device=None, stochastic=False, dtype=torch.bfloat16, model=None, **kwargs
+):
+    """Make a model, an optimizer on masters of all its parameters, and these masters."""
+    model = make_model(dtype) if model is None else model
     masters = accumext.masters(model.parameters(), device, stochastic)
     return model, AccumulatingOptimizer(make(masters), masters=masters, **kwargs), masters
 

@@ -34,7 +34,7 @@ OPTIMIZERS = {
 
 
 def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """A small network with the same parameters at every call."""
+    """Make a small network with the same parameters at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -42,7 +42,7 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 
 
 def make_batches(count: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Inputs [5, 3], the same at every call."""
+    """Make inputs [5, 3], the same at every call."""
     generator = torch.Generator().manual_seed(2)
     draws = [torch.randn(5, 3, generator=generator, dtype=torch.float64) for _ in range(count)]
     return [draw.to(dtype) for draw in draws]
@@ -54,31 +54,31 @@ def adam(parameters: Iterable[Tensor], **kwargs) -> torch.optim.Adam:
 
 
 def sgd(parameters: Iterable[Tensor], **kwargs) -> torch.optim.SGD:
-    """Steps by the gradient itself, so that a parameter says what it was."""
+    """Make an optimizer that steps by the gradient itself, so that a parameter tells it."""
     return torch.optim.SGD(parameters, **{"lr": 1.0, **kwargs})
 
 
 def scalar(value: float = 0.0) -> nn.Parameter:
-    """A parameter of one number."""
+    """Make a parameter of one number."""
     return nn.Parameter(torch.tensor(value))
 
 
 def wrapped_zeros(
     window: int = 1, shape: int | Sequence[int] = (), dtype: torch.dtype = torch.float32, **kwargs
 ) -> tuple[nn.Parameter, AccumulatingOptimizer]:
-    """A parameter of zeros, with a name, and an optimizer around it."""
+    """Make a parameter of zeros, with a name, and an optimizer around it."""
     parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
     named = sgd([{"params": [("weight", parameter)]}])
     return parameter, AccumulatingOptimizer(named, window=window, **kwargs)
 
 
 def wrapped(model: nn.Module, make: Callable = sgd, **options) -> AccumulatingOptimizer:
-    """An optimizer of all parameters of a model."""
+    """Wrap an optimizer of all parameters of a model."""
     return AccumulatingOptimizer(make(model.parameters()), **options)
 
 
 def accumulating(model: nn.Module, in_backward: bool = True, **kwargs) -> AccumulatingOptimizer:
-    """With a window of three, to which backward passes add gradients themselves."""
+    """Wrap SGD with a window of three, to which backward passes add gradients themselves."""
     options = {"window": 3, "accumulate_in_backward": in_backward, **kwargs}
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return AccumulatingOptimizer(momentum, **options)
@@ -90,12 +90,12 @@ def hooks_of(model: nn.Module) -> list[Callable]:
 
 
 def growing_scaler(**kwargs) -> torch.amp.GradScaler:
-    """On the CPU; grows every few updates, so that the scale changes inside windows."""
+    """Make a scaler that grows every few updates, so that scales change inside windows."""
     return torch.amp.GradScaler("cpu", **{"init_scale": 1024.0, "growth_interval": 2, **kwargs})
 
 
 def says(text: str) -> str:
-    """A pattern of messages that begin so."""
+    """Return a pattern of messages that begin so."""
     return "^" + re.escape(text)
 
 
@@ -104,7 +104,7 @@ def parameters_of(model: nn.Module) -> list[Tensor]:
 
 
 def said_by(error: BaseException) -> str:
-    """The words of an exception and of its notes, which Python 3.10 does not have."""
+    """Return an exception's words, and those of its notes, which Python 3.10 does not have."""
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
@@ -115,7 +115,7 @@ def on_both(call: Callable[[int], Any]) -> list[Any]:
 
 
 def state_of(opt: AccumulatingOptimizer, parameters: Sequence[Tensor]) -> list:
-    """All but `.grad` that an exception leaves as before the call or after it, to be compared."""
+    """Return all but `.grad` that an exception leaves as before or after the call, to compare."""
     window = opt.accumulation_state_dict()
     mains = {i: main.tolist() for i, main in window.pop("main_grads").items()}
     numbers = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in window.items()}
@@ -160,7 +160,7 @@ def outer_scaler_unscaled(opt, loss, scaler, weight=1.0):
 
 
 def in_parts(opt, model, batch, weight=1.0):
-    """Three `opt.backward` in one micro-batch, of shares that round nothing."""
+    """Call `opt.backward` thrice in one micro-batch, with shares that round nothing."""
     with opt.micro_batch():
         for share in (0.5, 0.25, 0.25):
             opt.backward(share * loss_of(model, batch), weight)
@@ -168,7 +168,7 @@ def in_parts(opt, model, batch, weight=1.0):
 
 
 def run(opt, model, batches, loop=one_call, weights=None, scaler=None):
-    """A micro-batch and a step for every batch, as one of these loops writes them."""
+    """Train on every batch, as one of these loops does."""
     for batch, weight in zip(batches, weights or [1.0] * len(batches)):
         if loop is in_parts:
             loop(opt, model, batch, weight)
@@ -177,7 +177,7 @@ def run(opt, model, batches, loop=one_call, weights=None, scaler=None):
 
 
 def closure_of(opt, model, batch, losses=None):
-    """A forward and a backward pass, for `step`; its losses are noted in a list."""
+    """Make a closure for `step`: a forward and a backward pass. Losses are noted in a list."""
 
     def closure():
         opt.zero_grad()
@@ -234,7 +234,7 @@ class ByHand:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def add(self, loss: Tensor, weight: float = 1.0) -> None:
-        """One micro-batch. Parameters that the loss does not reach may have no gradient at all."""
+        """Add a micro-batch. Parameters that the loss does not reach may have no gradient."""
         of = {self._original.get(p, p): p for p in self._held()}
         wanted = [p for p in of if p.requires_grad]
         grads = torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True)
@@ -245,27 +245,27 @@ class ByHand:
         self._weight += weight
 
     def gradient(self) -> list[Tensor | None]:
-        """The window's, before it is clipped."""
+        """Return the window's gradient, before it is clipped."""
         divisor = (self._weight or 1.0) if self.reduction == "mean" else 1.0
         return [self._sums[p] / divisor if p in self._sums else None for p in self._held()]
 
+    def norm(self) -> float:
+        """Return the norm of the window's gradient, before it is clipped."""
+        return torch.cat([g.flatten() for g in self.gradient() if g is not None]).norm().item()
+
     def clipped(self) -> list[Tensor | None]:
-        grads = self.gradient()
-        if self.max_norm is None:
-            return grads
-        norm = torch.cat([g.flatten() for g in grads if g is not None]).norm().item()
-        coef = min(1.0, self.max_norm / (norm + 1e-6))
-        return [None if g is None else g * coef for g in grads]
+        coef = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (self.norm() + 1e-6))
+        return [None if g is None else g * coef for g in self.gradient()]
 
     def give(self) -> None:
-        """The window's gradient to what the optimizer steps on; the next window begins."""
+        """Put the window's gradient into `.grad` of what is stepped on; begin the next window."""
         for p, grad in zip(self._held(), self.clipped()):
             p.grad = None if grad is None else grad.to(p.dtype)
         self._sums, self._weight = {}, 0.0
 
     @torch.no_grad()
     def round(self) -> None:
-        """The parameters to those that the optimizer steps on."""
+        """Round the parameters from those that the optimizer steps on."""
         for p, original in self._original.items():
             original.copy_(p)
 
@@ -278,7 +278,7 @@ class ByHand:
 def window_gradient(
     model: nn.Module, batches: Sequence[Tensor], weights: Sequence[float], reduction: str = "mean"
 ) -> list[Tensor]:
-    """sum(w * g), over sum(w) for "mean"; zero where that is zero."""
+    """Return sum(w * g), over sum(w) for "mean"; zero if that is zero."""
     by_hand = ByHand(model.parameters(), sgd, reduction=reduction)
     for batch, weight in zip(batches, weights):
         by_hand.add(loss_of(model, batch), weight)
@@ -296,7 +296,7 @@ def train_by_hand(
     dtype: torch.dtype = torch.float64,
     wide: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The parameters after stepping on each window's gradient, the last window perhaps partial.
+    """Return the parameters after a step on each window's gradient, the last one perhaps partial.
 
     With `wide` those of that dtype, which a model of `dtype` gets rounded.
     """

@@ -27,25 +27,25 @@ CLIP_RTOL = {
 
 
 def dyadic(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Multiples of 1/8 up to 8: sums of two of them, and halves, are exact even in bfloat16."""
+    """Draw multiples of 1/8 up to 8: sums of two, and halves, are exact even in bfloat16."""
     return torch.randint(-64, 65, tuple(shape)).div(8).to(dtype)
 
 
 def random(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Normal values times 3, rounded to dtype."""
+    """Draw normal values times 3, rounded to dtype."""
     return torch.randn(tuple(shape), dtype=torch.float64).mul(3).to(dtype)
 
 
 def accumulated(
     main_grad: Tensor, grad: Tensor, factor: float = 1.0, overwrite: bool = False
 ) -> Tensor:
-    """main_grad + grad * factor in float64, then as main_grad is stored: exact for dyadic data."""
+    """Add in float64, then round as main_grad is stored: exact for dyadic data."""
     start = torch.zeros_like(main_grad) if overwrite else main_grad
     return (start.double() + grad.double() * factor).to(main_grad.dtype)
 
 
 def norm(tensors: Sequence[Tensor], norm_type: float = 2.0, inv_scale: float = 1.0) -> float:
-    """The norm of all elements as one float64 vector, by its definition; 0 if there are none."""
+    """Return the norm of all elements as one float64 vector, by definition; 0 if there are none."""
     elements = torch.cat([t.double().reshape(-1) for t in tensors] or [torch.empty(0).double()])
     magnitudes = (elements * inv_scale).abs()
     if magnitudes.numel() == 0:
@@ -60,7 +60,7 @@ def norm(tensors: Sequence[Tensor], norm_type: float = 2.0, inv_scale: float = 1
 def clipped(
     grads: Sequence[Tensor], *, inv_scale: float = 1.0, max_norm: float, norm_type: float = 2.0
 ) -> list[Tensor]:
-    """The clipped gradients in float64, by definition."""
+    """Return the clipped gradients in float64, by definition."""
     coef = min(1.0, max_norm / (norm(grads, norm_type, inv_scale) + 1e-6))
     return [g.double() * (inv_scale * coef) for g in grads]
 
@@ -72,7 +72,7 @@ def norm_dtype(tensors: Sequence[Tensor]) -> torch.dtype:
 def assert_norm(
     got: Tensor, tensors: Sequence[Tensor], *, rtol: float | None = None, **kwargs
 ) -> None:
-    """`got` is 0-dim, of the right dtype, and near the float64 norm of `tensors`."""
+    """Check that `got` is 0-dim, of the right dtype, near the float64 norm of `tensors`."""
     assert got.shape == ()
     assert got.dtype == norm_dtype(tensors)
     truth = norm(tensors, **kwargs)
@@ -82,6 +82,6 @@ def assert_norm(
 
 
 def assert_no_worse(got: Tensor, reference: Tensor, truth: float, rtol: float) -> None:
-    """The error of a kernel is at most that of the reference, give or take `rtol`."""
+    """Check that a kernel's error is at most that of the reference, give or take `rtol`."""
     error, allowed = abs(got.item() - truth), abs(reference.item() - truth) + rtol * abs(truth)
     assert error <= allowed, f"{got.item()!r}, reference {reference.item()!r}, truth {truth!r}"

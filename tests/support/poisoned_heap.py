@@ -22,7 +22,7 @@ def compiler() -> list[str]:
 
 
 def build(folder: Path, word: int = NAN) -> Path:
-    """The library to preload."""
+    """Compile the library to preload."""
     library = folder / f"poisoned_heap_{word:08x}.so"
     # -fno-builtin: the compiler knows that nobody reads what is written before free().
     flags = ["-std=c++20", "-O3", "-fPIC", "-shared", "-fno-builtin", f"-DFILL={word:#x}"]

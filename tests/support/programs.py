@@ -19,7 +19,7 @@ def compiler() -> list[str]:
 
 
 def executable(path: Path, script: str) -> str:
-    """The path of a shell script, which is written there."""
+    """Write a shell script and return its path."""
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
     return str(path)
@@ -35,7 +35,7 @@ def sanitizer_runtime(name: str) -> Path | None:
 
 
 def run_script(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """A script of the checkout, or what else Python runs; it imports accumext from there."""
+    """Run a script of the checkout, or what else Python runs, with accumext from there."""
     search = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
@@ -46,9 +46,16 @@ def run_script(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProc
     )
 
 
-def run_bench(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The JSON that a benchmark wrote into a folder, and its output."""
-    path = folder / "result.json"
-    done = run_script(f"bench/{script}.py", f"--json={path}", *arguments)
+def output_of(*arguments: object, cwd: Path = ROOT) -> str:
+    """Return what such a script prints; it succeeds, and accumext warns of nothing in it."""
+    done = run_script(*arguments, cwd=cwd)
     assert done.returncode == 0, done.stderr
-    return json.loads(path.read_text()), done.stdout
+    assert _OURS[0] not in done.stderr  # nor at its end, where a warning is no error
+    return done.stdout
+
+
+def run_bench(script: str, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run a benchmark; return the JSON that it writes into a folder, and its output."""
+    path = folder / "result.json"
+    printed = output_of(f"bench/{script}.py", f"--json={path}", *arguments)
+    return json.loads(path.read_text()), printed

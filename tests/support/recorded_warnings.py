@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def warnings_as(action: str) -> Iterator[list[warnings.WarningMessage]]:
-    """In this context every warning is recorded ("always", "default") or raised ("error").
+    """Record every warning in this context ("always", "default"), or raise it ("error").
 
     The garbage of earlier tests is not collected in it, because an optimizer that ends inside a
     window warns when it is collected.

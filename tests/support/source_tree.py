@@ -77,14 +77,20 @@ class Tree:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def show(self, **variables: str) -> tuple[str, str, str]:
-        """The result of one call, the backend and the reason."""
+        """Return the result of one call, the backend and the reason."""
         done = self.run(SHOW, **variables)
         assert done.returncode == 0, done.stderr
         result, backend, reason = done.stdout.strip().split("|")
         return result, backend, reason
 
+    def doctor(self, **variables: str) -> tuple[int, dict[str, Any]]:
+        """Return the exit status and the report of `python -m accumext doctor --json`."""
+        code = "from accumext.__main__ import main; raise SystemExit(main(['doctor', '--json']))"
+        done = self.run(code, **variables)
+        return done.returncode, json.loads(done.stdout)
+
     def built(self) -> Path:
-        """The folder of the library compiled on first use."""
+        """Return the folder of the library compiled on first use."""
         (library,) = self.cache.glob("accumext*/*/_C_cpu.so")
         return library.parent
 

@@ -21,13 +21,13 @@ def shifted(tensor: Tensor, shift: int) -> Tensor:
 
 
 def assert_equal(actual: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
-    """Equally many, and of the same values; no NaN is equal to another."""
+    """Compare values, and how many tensors there are; no NaN is equal to another."""
     for i, (got, want) in enumerate(zip(actual, expected, strict=True)):
         assert torch.equal(got, want), f"tensor {i} is {got}, not {want}"
 
 
 def assert_bits(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
-    """Equal bit for bit but for the payload of a NaN, on whatever devices."""
+    """Compare bit for bit, but for the payload of a NaN, on whatever devices."""
     for got, want in zip(actual, expected, strict=True):
         got, want = got.cpu(), want.cpu()
         torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)

@@ -128,7 +128,7 @@ class Oracle:
     # `.grad`
 
     def add(self, coefficients: Coefficients, factor: float = 1.0) -> None:
-        """A backward pass: autograd adds in place, or makes a new tensor."""
+        """Run a backward pass: autograd adds in place, or makes a new tensor."""
         for i, coefficient in enumerate(coefficients):
             if coefficient is None:
                 continue
@@ -175,7 +175,7 @@ class Oracle:
         return [None if gone(i) else cell for i, cell in enumerate(self.slots)]
 
     def make_way(self) -> None:
-        """Before a backward pass of the wrapper's: what stays in `.grad` is part of it."""
+        """Leave in `.grad` what is part of a backward pass of the wrapper's that begins."""
         self.slots = self.pending(new=True) if self.open.in_grad is None else self.slots
         self.take_out()
 
@@ -191,7 +191,7 @@ class Oracle:
         self.unsure()
 
     def unsure(self) -> None:
-        """After `discard` or an exception an outer scaler may be refused once more."""
+        """Allow that an outer scaler is refused once more, after `discard` or an exception."""
         self.accumulated = None if self.accumulated is not False else False
 
     def stays_in_grad(self) -> bool:
@@ -199,7 +199,7 @@ class Oracle:
         return self.settings.window == 1 and self.open.micro_batches == 0
 
     def take_out(self) -> None:
-        """The window leaves `.grad`."""
+        """Move the window out of `.grad`."""
         in_grad = self.open.in_grad
         if in_grad is None:
             return
@@ -209,7 +209,7 @@ class Oracle:
         self.take(cells, in_grad.weight, in_grad.scale)
 
     def take(self, cells: Cells, weight: float, scale: float) -> None:
-        """One micro-batch goes into the sum."""
+        """Add one micro-batch to the sum."""
         window = self.open
         finite = weight == 0.0 or all_finite(cells)
         window.micro_batches += 1
@@ -227,18 +227,17 @@ class Oracle:
             term = grad * (weight / scale) if weight else torch.zeros_like(grad)
             window.sums[i] = term if before is None else before + term
 
-    def take_in(self, cells: Cells, weight: float, scale: float) -> bool:
-        """Take gradients out of `.grad`; False if they are refused."""
+    def take_in(
+        self, cells: Cells, weight: float, scale: float, mine: bool = False, stays: bool = False
+    ) -> bool:
+        """Take gradients out of `.grad`, or make what lies there the window if it `stays`; False if
+        they are refused. `mine` are those that `opt.backward` has made."""
         if self.settings.policy == "raise" and weight > 0.0 and not all_finite(cells):
             return False
-        self.clear()
-        self.take(cells, weight, scale)
-        return True
-
-    def leave_in_grad(self, cells: Cells, weight: float, scale: float, mine: bool) -> bool:
-        """Make what lies in `.grad` the window; False if it is refused."""
-        if self.settings.policy == "raise" and weight > 0.0 and not all_finite(cells):
-            return False
+        if not stays:
+            self.clear()
+            self.take(cells, weight, scale)
+            return True
         if weight == 0.0:
             cells = [None if c is None else Cell(torch.zeros_like(c.value)) for c in cells]
         self.slots = cells
@@ -250,18 +249,14 @@ class Oracle:
         return self.scale.value if self.settings.scaler == "own" else 1.0
 
     def backward(self, coefficients: Coefficients, weight: float) -> bool:
-        """`opt.backward`; False if it raises."""
+        """Call `opt.backward`; False if it raises."""
         self.make_way()
         scale = self.own_scale()
         self.add(coefficients, scale)
-        if self.stays_in_grad():
-            done = self.leave_in_grad(self.slots, weight, scale, mine=True)
-        else:
-            done = self.take_in(self.slots, weight, scale)
-        return self.brought(done)
+        return self.brought(self.take_in(self.slots, weight, scale, True, self.stays_in_grad()))
 
     def micro_batch(self, parts: Sequence[tuple[bool, Coefficients]], weight: float) -> bool:
-        """Backward passes, each through the wrapper or not, as one micro-batch."""
+        """Run backward passes, each through the wrapper or not, as one micro-batch."""
         self.make_way()
         scale = self.own_scale()
         for _, coefficients in parts:
@@ -278,7 +273,7 @@ class Oracle:
         return done
 
     def fail(self, dropped: bool) -> None:
-        """`opt.backward` or `micro_batch` with an exception in the backward pass."""
+        """Fail in the backward pass of `opt.backward` or `micro_batch`."""
         self.make_way()
         self.clear()
         self.unsure()
@@ -286,7 +281,7 @@ class Oracle:
             self.drop()
 
     def accumulate(self, weight: float) -> bool:
-        """`opt.accumulate`; False if it raises."""
+        """Call `opt.accumulate`; False if it raises."""
         cells = self.pending()
         if not any(cells) or not self.take_in(cells, weight, self.own_scale()):
             return False
@@ -301,7 +296,7 @@ class Oracle:
         found_inf: bool = False,  # by that scaler
         fails: str | None = None,  # "pre" or "post": a hook of the wrapped step
     ) -> bool:
-        """`opt.step`; False if it raises."""
+        """Call `opt.step`; False if it raises."""
         self.stepped = False
         done = self.try_step(scale, found_inf, fails)
         self.unsure()
@@ -324,10 +319,7 @@ class Oracle:
         cells = self.pending(new)
         if not any(cells):
             return True
-        if self.stays_in_grad():
-            done = self.leave_in_grad(cells, 1.0, scale, mine=False)
-        else:
-            done = self.take_in(cells, 1.0, scale)
+        done = self.take_in(cells, 1.0, scale, stays=self.stays_in_grad())
         if done and found_inf and self.settings.policy == "skip_window":
             self.open.bad = True
         return done
@@ -387,7 +379,7 @@ class Oracle:
         return None if cell is None else cell.value * (in_grad.weight / in_grad.scale)
 
     def copied(self) -> None:
-        """A copy's parameters come without `.grad`; the window comes whole, in its own memory."""
+        """Become a copy: parameters come without `.grad`, the window whole, in its own memory."""
         self.take_out()
         self.open.taken = []
         self.clear()
@@ -399,7 +391,7 @@ def all_finite(cells: Cells) -> bool:
 
 
 def p_norm(tensors: Sequence[Tensor], p: float) -> float:
-    """Of all elements as one vector."""
+    """Return the norm of all elements as one vector."""
     elements = [abs(x) for t in tensors for x in t.flatten().tolist()]
     if any(math.isnan(x) for x in elements):
         return math.nan

@@ -1,21 +1,17 @@
 """The benchmarks of gradients and of the audit: equal things are compared, figures follow."""
 
-import sys
 from types import SimpleNamespace
 from typing import Any
 
+import _timing as timing
 import numpy as np
 import pytest
 import torch
-from support import ROOT
+from _limits import Memory
+from _report import COPY, LIMIT, MICROSECONDS, Figure, contender_rows, evaluate
 from support.programs import run_bench
 
 import accumext
-
-sys.path.insert(0, str(ROOT / "bench"))
-import _timing as timing
-from _limits import Memory
-from _report import COPY, LIMIT, MICROSECONDS, Figure, contender_rows, evaluate
 
 RTOL = 1e-12  # float64 in another order of operations
 WRITTEN = 1e-6  # by the digits of a result
@@ -50,7 +46,7 @@ def test_gradients(tmp_path):
 
 
 def check_window(name: str, rows: dict[str, Any]) -> None:
-    """Its loops, and the memory of gradients that each takes."""
+    """Check the loops of a window, and the memory of gradients that each takes."""
     half = "bf16" in name
     loops = {"by hand", "accumext, backward", "accumext, usual loop"}
     assert loops | ({"accumext, in backward"} if half else set()) == set(rows) - {"Accelerate"}
@@ -204,7 +200,7 @@ class FakeGpu:
         self.host = self.device = 0.0
 
     def put(self, host: float, device: float) -> None:
-        """The host puts a kernel into the queue."""
+        """Put a kernel into the queue, from the host."""
         self.host += host
         self.device = max(self.device, self.host) + device
 

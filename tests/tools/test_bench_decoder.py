@@ -2,23 +2,19 @@
 
 import math
 import re
-import sys
 import warnings
 from types import SimpleNamespace
 
-import pytest
-import torch
-import torch.nn.functional as F
-from support import ROOT
-from support.decode_oracle import relative_distance
-from support.programs import run_bench
-
-sys.path.insert(0, str(ROOT / "bench"))
 import _decoder_report as report
 import _decoders as decoders
 import _decoding as decoding
 import _facts as facts
 import _timing as timing
+import pytest
+import torch
+import torch.nn.functional as F
+from support.decode_oracle import relative_distance
+from support.programs import run_bench
 
 RTOL = 1e-12  # float64 in another order of operations
 LOSS = 1e-6  # float32 losses of a few dozen tokens, relative

@@ -1,14 +1,10 @@
 """The benchmark of generate, rollout and known tokens: ways are compared, figures follow."""
 
-import sys
 from typing import Any
 
+import loops
 import pytest
 import torch
-from support import ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
-import loops
 from _timing import Taken
 
 

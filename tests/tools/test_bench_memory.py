@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support import ROOT
+from support.decode_oracle import plain_losses
 from support.programs import run_bench, run_script
 from torch import nn
 
@@ -28,7 +28,7 @@ TOKEN = 49
 
 
 def kept_by_autograd(steps: int) -> int:
-    """Bytes of all memory that the graph of a plain loop keeps, but for the parameters'."""
+    """Count the bytes that the graph of a plain loop keeps, but for the parameters."""
     embedding, cell = nn.Embedding(VOCABULARY, SIZE), nn.GRUCell(SIZE, SIZE)
     head = nn.Linear(SIZE, VOCABULARY)
     parameters = {
@@ -45,13 +45,13 @@ def kept_by_autograd(steps: int) -> int:
             kept[memory.data_ptr()] = memory
         return tensor
 
-    losses, state, token = [], None, torch.zeros(BATCH, dtype=torch.int64)
+    def step(token, state):
+        state = cell(embedding(token), state)
+        return head(state), state
+
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        for target in targets:
-            state = cell(embedding(token), state)
-            logits = head(state)
-            losses.append(F.cross_entropy(logits, target))
-            token = logits.detach().argmax(-1)
+        losses = [*plain_losses(step, targets, None)]
+    assert len(losses) == steps  # which keep the graph
     return sum(memory.nbytes() for memory in kept.values())
 
 
@@ -86,7 +86,7 @@ def test_peaks_and_pictures(tmp_path):
 
 
 def check_peaks(peaks: dict[str, list[int]]) -> None:
-    """Plain autograd grows by what its graph keeps, the others by states, tokens and losses."""
+    """Check that plain autograd grows by its graph, others by states, tokens and losses."""
     kept = [kept_by_autograd(steps) for steps in STEPS]
     for one, other in ((0, 1), (1, 2)):
         steps = STEPS[other] - STEPS[one]

@@ -18,12 +18,12 @@ DEMO = ["demo", "--steps=2", "--batch=4", "--length=12", "--hidden=16", "--vocab
 
 
 def interruptible() -> None:
-    """In a new process: Ctrl-C as on a terminal, also where these tests run under nohup."""
+    """Let Ctrl-C end a new process as on a terminal, also if these tests run under nohup."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start(*arguments: str, preexec_fn=interruptible) -> subprocess.Popen[str]:
-    """`python` with these arguments, its output in pipes."""
+    """Start `python` with these arguments, its output in pipes."""
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,

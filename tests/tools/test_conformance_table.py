@@ -1,19 +1,16 @@
 """The page of what works says what the run says, and nothing else."""
 
-import sys
 from xml.etree import ElementTree
 
 import pytest
-from support import ROOT
-
-sys.path.insert(0, str(ROOT / "tests" / "conformance"))
 import table
+from support import ROOT
 
 pytestmark = pytest.mark.slow
 
 
 def report(path, outcome_of):
-    """A JUnit report of two cases of every test, as pytest writes it."""
+    """Write a JUnit report of two cases of every test, as pytest does."""
     suite = ElementTree.Element("testsuite")
     for _, rows in table.sections():
         for file, function, _ in rows:
@@ -29,7 +26,7 @@ def report(path, outcome_of):
 
 @pytest.fixture
 def page(tmp_path):
-    """A page written from a run that passed."""
+    """Write a page from a run that passed."""
     path = tmp_path / "page.md"
     path.write_text(f"Before.\n{table.BEGIN}\n{table.END}\nAfter.\n", encoding="utf-8")
     good = report(tmp_path / "good.xml", lambda *_: "passed")

@@ -40,7 +40,7 @@ def run_demo(*options: object) -> int:
 
 
 def said(n: int) -> str:
-    """Docstring n of the library below, in 24 words and marks."""
+    """Return docstring n of the library below, in 24 words and marks."""
     letter = chr(ord("a") + n)
     names = ", ".join(f"{letter}{other}" for other in "abcdef")
     return f"Part {letter} of the library (a small one) hands out {names}."
@@ -48,7 +48,7 @@ def said(n: int) -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    """Ten files with one docstring of prose each, and what is not to count."""
+    """Write ten files with one docstring of prose each, and what is not to count."""
     root = tmp_path_factory.mktemp("library")
     files = {
         f"module{n}.py": f'x = 1\n\ndef f(x):\n    """{said(n)}\n\n    The end.\n    """\n'

@@ -8,14 +8,11 @@ import re
 import subprocess
 import sys
 
+import house
 import pytest
-from support import ROOT
+from house import MODULES, SOURCES, TREES, dotted, imported, place
 
 import accumext
-
-sys.path.insert(0, str(ROOT / "bench"))
-import house
-from house import MODULES, SOURCES, TREES, dotted, imported, place
 
 
 def test_no_circle_on_top():
@@ -99,7 +96,7 @@ FRAMEWORKS = {
 
 
 def words_of(tree):
-    """The words of names, attributes, imports and strings, but for docstrings and our modules."""
+    """Yield words of names, attributes, imports and strings, but for docstrings and our modules."""
     docstrings = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and node not in docstrings:
@@ -140,10 +137,9 @@ def test_a_framework_in_the_core_is_found(fault):
 
 
 @pytest.mark.skipif(accumext.backend() == "reference", reason="operators are Python there")
-def test_a_decode_is_a_short_way(monkeypatch):
+def test_a_decode_is_a_short_way():
     """The calls are counted by bench/calls.py: so many that a reader can follow them. Those of the
     wrapper have budgets in tests/optimizer/test_calls.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
     gc.collect()  # sharded modules of other tests, for whose sake any module would be looked at
     calls = importlib.import_module("calls")
     forward, backward = calls.decoder_passes()

@@ -30,21 +30,21 @@ SIZES = [4, 4, 2] * EPOCHS  # micro-batches of each window
 
 @pytest.fixture(autouse=True)
 def double():
-    """The recipes make tensors and models of the default dtype."""
+    """Set the default dtype, of which the recipes make tensors and models."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
 
 
 def trained(name: str, capsys: pytest.CaptureFixture[str]) -> list[Tensor]:
-    """The parameters after a recipe that runs as it is and prints its last window."""
+    """Run a recipe as it is, which prints its last window; return the parameters."""
     names = runpy.run_path(str(ROOT / "examples" / "recipes" / f"with_{name}.py"))
     assert "last window: {'total_norm': " in capsys.readouterr().out
     return oracle.parameters_of(names["model"])
 
 
 def by_definition(schedule: Sequence[float] = (LR,) * len(SIZES)) -> list[Tensor]:
-    """The parameters after SGD on each window's gradient, with these learning rates."""
+    """Return the parameters after SGD on each window's gradient, with these learning rates."""
     torch.manual_seed(0)
     rows = torch.randn(160, 8)
     model = torch.nn.Linear(8, 4)
@@ -55,7 +55,7 @@ def by_definition(schedule: Sequence[float] = (LR,) * len(SIZES)) -> list[Tensor
     for window, lr in zip(windows, schedule, strict=True):
         for x in window:
             by_hand.add(cross_entropy(model(x), x[:, :4].argmax(1)))
-        norms.append(torch.cat([g.flatten() for g in by_hand.gradient()]).norm())
+        norms.append(by_hand.norm())
         by_hand.optimizer.param_groups[0]["lr"] = lr
         by_hand.step()
     assert min(norms) < MAX_NORM < max(norms)  # some are clipped, and some are not
@@ -98,7 +98,7 @@ class Windows(torch.optim.Optimizer):
 
 
 def assert_as_in_its_place(name, capsys, monkeypatch, sizes, tolerance=oracle.EXACT):
-    """A recipe, and the same with `Windows` in the wrapper's place."""
+    """Compare a recipe with the same that has `Windows` in the wrapper's place."""
     model = trained(name, capsys)
     Windows.sizes = []
     monkeypatch.setattr(accumext, "AccumulatingOptimizer", Windows)
@@ -107,7 +107,7 @@ def assert_as_in_its_place(name, capsys, monkeypatch, sizes, tolerance=oracle.EX
 
 
 def report(name, actual, expected, tolerance=oracle.EXACT):
-    """Largest difference, for the table of docs/frameworks.md."""
+    """Compare, and print the largest difference for the table of docs/frameworks.md."""
     print(name, max((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True)))
     oracle.assert_close(actual, expected, tolerance)
 

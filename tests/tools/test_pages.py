@@ -4,6 +4,7 @@ The names that a page takes for granted, such as a model, are in `pages/<page>.p
 before it; a function `close` of that file runs after it.
 """
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,7 @@ class Block(NamedTuple):
     code: str
 
     def compiled(self) -> Any:
-        """Code whose tracebacks show the line of the page."""
+        """Compile the code so that tracebacks show the line of the page."""
         return compile("\n" * (self.line - 1) + self.code, f"docs/{self.page}.md", "exec")
 
     def is_run(self) -> bool:
@@ -43,23 +44,14 @@ class Block(NamedTuple):
 
 
 def blocks_of(page: str) -> list[Block]:
-    """The blocks of Python of a page, in order."""
-    blocks, heading, code, start = [], "", None, 0
-    lines = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").split("\n")
-    fence = ""  # of the block that is open
-    for number, line in enumerate(lines, 1):
-        if fence:
-            if line == fence:
-                if code is not None:
-                    blocks.append(Block(page, heading, start, "\n".join(code) + "\n"))
-                fence, code = "", None
-            elif code is not None:
-                code.append(line)
-        elif line.startswith("```"):
-            fence = line[: len(line) - len(line.lstrip("`"))]
-            code, start = ([] if line[len(fence) :] == "python" else None), number + 1
-        elif line.startswith("#"):
-            heading = line.lstrip("# ")
+    """Return the blocks of Python of a page, in order."""
+    blocks, heading = [], ""
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    for found in re.finditer(r"^(`{3,})(.*)\n((?s:.*?))^\1$|^#+ (.*)", text, re.MULTILINE):
+        _, language, code, title = found.groups()
+        heading = title or heading
+        if language == "python":
+            blocks.append(Block(page, heading, text.count("\n", 0, found.start(3)) + 1, code))
     return blocks
 
 

@@ -17,7 +17,7 @@ pytestmark = [
 
 @pytest.fixture(scope="session")
 def built(tmp_path_factory):
-    """Kind of sanitizer -> folder of what was compiled for it, once for all workers together."""
+    """Return a function that compiles for a sanitizer, once for all workers, into a folder."""
     if shutil.which(compiler()[0]) is None:
         pytest.skip("no C++ compiler")
 

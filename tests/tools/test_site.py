@@ -2,14 +2,13 @@
 
 import json
 import re
-import subprocess
-import sys
 import types
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.programs import output_of
 
 import accumext
 
@@ -34,13 +33,11 @@ PHRASES = [
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The folder of the built pages; building them warns of nothing."""
+    """Build the pages, which warns of nothing, and return their folder."""
     for needed in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(needed)
     out = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-d", str(out / ".doctrees"), "docs"]
-    built = subprocess.run([*command, str(out)], cwd=ROOT, capture_output=True, text=True)
-    assert built.returncode == 0, built.stderr
+    output_of("-m", "sphinx", "-q", "-W", "-d", out / ".doctrees", "docs", out)
     return out
 
 

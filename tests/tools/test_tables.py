@@ -4,12 +4,10 @@ import json
 import runpy
 import sys
 
-import pytest
-from support import ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
 import _results
+import pytest
 import tables
+from support import ROOT
 
 
 def test_pages_say_what_the_results_do(monkeypatch):

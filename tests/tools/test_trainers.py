@@ -1,20 +1,14 @@
 """What bench/trainers records of a loop by hand, and the words that its tables have for it."""
 
-import sys
-
-import pytest
-import torch
-from support import ROOT
-
-sys.path.insert(0, str(ROOT / "bench"))
-sys.path.insert(0, str(ROOT / "bench" / "trainers"))
 import _factors
 import _trainers
+import pytest
+import torch
 from _factors import BATCHES, EPOCHS, MAX_NORM, WINDOW, Weights, loader, loss_of, optimizer_of
 
 
 def loop(seen, last="step", divisor=WINDOW, unequal=False, clip="", schedule=""):
-    """The loop of the tutorials; `last` is what is done with what an epoch leaves."""
+    """Train as the tutorials do; `last` is what is done with what an epoch leaves."""
     model = Weights()
     seen.watch(model)
     optimizer = optimizer_of(model)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support import ROOT
+from support.decode_oracle import plain_losses
 from support.optimizer_oracle import ByHand, assert_close, parameters_of
 from support.recorded_warnings import warnings_as
 from test_pages import blocks_of, names_before
@@ -42,13 +43,14 @@ def losses(page: SimpleNamespace) -> Iterator[Tensor]:
 
 
 def fed_its_argmax(page: SimpleNamespace, at_each_step: Callable[[Tensor], object]) -> None:
-    """The loop over tokens that people write."""
-    hidden, token = page.hidden, torch.zeros(3, dtype=torch.long)
-    for target in page.targets:
+    """Train on tokens in the loop that people write."""
+
+    def step(token: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         hidden = page.cell(page.embedding(token), hidden)
-        logits = page.head(hidden)
-        token = logits.argmax(-1)
-        at_each_step(F.cross_entropy(logits, target))
+        return page.head(hidden), hidden
+
+    for loss in plain_losses(step, page.targets, page.hidden):
+        at_each_step(loss)
 
 
 # --- faults ---------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ def test_the_message_is_that_of_the_heading(start, fault):
 
 
 def cured(start: str, number: int, names: dict) -> dict:
-    """Run a block below a heading; all names afterwards."""
+    """Run a block below a heading; return all names."""
     blocks = [block for block in blocks_of(PAGE) if block.heading == heading_of(start)]
     exec(blocks[number].compiled(), names)
     return names

@@ -1,10 +1,7 @@
 """The package in an editor or a type checker: its public names and their types."""
 
-import subprocess
-import sys
-
 import pytest
-from support import ROOT
+from support.programs import run_script
 
 import accumext
 
@@ -51,8 +48,7 @@ def test_a_type_checker_knows_the_words_that_arguments_choose_from(tmp_path):
     pytest.importorskip("mypy")
     file = tmp_path / "use.py"
     file.write_text(USE)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    done = run_script("-m", "mypy", "--strict", "--cache-dir", tmp_path, file)
     found = {
         int(line.split(":")[1]): line for line in done.stdout.splitlines() if ": error:" in line
     }
