@@ -41,10 +41,8 @@ test_decode_loss.test_gradcheck
     `gradcheck` of `decode_loss`
 test_chunked_loss.test_equals_the_whole_batch
     `chunked_loss` equals the loss over the whole batch
-test_accumulate.test_the_bits_do_not_depend_on_the_number_of_threads
-    Accumulation gives the same bits for any number of threads
-test_norm.test_the_bits_do_not_depend_on_the_number_of_threads
-    Norms are the same bits for any number of threads
+test_operators.test_the_bits_do_not_depend_on_the_number_of_threads
+    Every gradient operation gives the same bits for any number of threads
 test_libraries.test_import_prints_nothing_compiles_nothing_and_initialises_nothing
     `import accumext` prints nothing, compiles nothing and initialises no device
 test_libraries.test_two_processes_compile_once
