@@ -44,7 +44,7 @@ def refuse_second_accumulation(op: str, window: int) -> None:
     if steps > 1:
         got = f"window={window} and gradient_accumulation_steps={steps}"
         advice = "Pass gradient_accumulation_steps=1 to Accelerator, or window=1 to the optimizer"
-        contract = "be 1 where Accelerate accumulates too"
+        contract = "be 1 if Accelerate accumulates too"
         raise RuntimeError(checks.message(op, "window", contract, got, advice))
 
 

@@ -157,7 +157,7 @@ class Shards(Reducer):
             with self._window.holding(roots, model, last):
                 yield
             if engine.state.micro_batches == before:
-                contract = "have an opt.backward where synchronize='window'"
+                contract = "have an opt.backward if synchronize='window'"
                 raise RuntimeError(message(op, "the micro-batch", contract, "none"))
         except BaseException as error:
             engine.drop()

@@ -25,7 +25,7 @@ def scale_for(op: str, scaler: GradScaler, loss: Tensor, *optimizers: object) ->
     """Return the scale by which to multiply a loss; raise if the loss is scaled already."""
     scale, states = scale_tensor(scaler), optimizer_states(scaler)
     if scale is not None and _is_scaled_with(loss, scale):
-        contract = "be unscaled where the optimizer was given the scaler, which it scales with"
+        contract = "be unscaled if the optimizer was given the scaler, which it scales with"
         advice = "Pass the loss itself: opt.backward(loss)"
         fail_value(op, "loss", contract, "scaler.scale(loss)", advice)
     if states:

@@ -93,7 +93,7 @@ def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     apart = any(map(is_dtensor, parameters)) or len({p.device for p in parameters}) > 1
     if policy == "skip_micro_batch" and apart:  # one device must have all gradients to drop them
-        contract = "be 'skip_window' or 'raise' where parameters are sharded or on several devices"
+        contract = "be 'skip_window' or 'raise' if parameters are sharded or on several devices"
         checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
     looks = f"on_nonfinite={policy!r}, which looks at whole micro-batches first"
     closure = f"{type(optimizer).__name__}, which needs a closure"

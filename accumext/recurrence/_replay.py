@@ -4,6 +4,15 @@ The graph is the one that the steps build in the forward pass. So gradients reac
 the steps use, hooks run once, and DistributedDataParallel communicates once per backward pass. Only
 saved tensors are missing: the graph has a number for each, by which the tensor is found among those
 that the steps save when they run again.
+
+A part is what one call of `record` runs. Its life:
+
+    forward    record -> pack        for each tensor: notes shape and writes, returns its number
+    backward   unpack -> _replay     once per part, at the first number that is asked for
+               run_again             the steps, with generators and hidden state of the checkpoint
+               check_same            results as in the forward pass, else an error
+
+Tensors of one part exist at a time, and each is handed out once: another backward pass replays.
 """
 
 from __future__ import annotations
@@ -50,12 +59,12 @@ class Replay:
     def __init__(self, kept: KeptState, device: torch.device, draws: bool = True) -> None:
         self.kept, self.device, self.draws = kept, device, draws
         self.modes = _modes_now(device)  # a context with the modes of the forward pass
-        # The tensors of the part that was run again last, and the name of that part. A reference to
-        # the part, which refers to this object, would be a cycle and outlive the graph.
+        # The tensors of the part that was run again last, and the key of that part. The part
+        # refers to this object: a reference to it would be a cycle, and outlive the graph.
         self._tensors: dict[int, Tensor] = {}
         self._tensors_of: object = None
         self._lock = threading.RLock()  # a backward pass has one thread per device
-        # The number of a moment, and fingerprints of the results then.
+        # The last `moment` noted, a number that callers choose, and fingerprints of its results.
         self._noted: tuple[int, list[Tensor]] | None = None
 
     def checkpoint(
@@ -145,13 +154,13 @@ class Replay:
         if not part.recorded:
             self._fail_differentiates()
         with self._lock:
-            if self._tensors_of is not part.name or index not in self._tensors:
+            if self._tensors_of is not part.key or index not in self._tensors:
                 self._tensors_of, self._tensors = (
                     None,
                     {},
                 )  # only one part's tensors exist at a time
                 self._tensors = self._replay(part)
-                self._tensors_of = part.name
+                self._tensors_of = part.key
             return self._tensors.pop(index)
 
     def _replay(self, part: _Part) -> dict[int, Tensor]:
@@ -266,7 +275,7 @@ class _Part:
         self.saved: list[tuple[torch.Size, int]] = []  # shapes and numbers of writes
         self.results: list[Tensor] = []
         self.recorded = False
-        self.name = object()
+        self.key = object()
 
     def run_again(self) -> State:
         """Run the steps again from their checkpoint, and return the results to be compared."""

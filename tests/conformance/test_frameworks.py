@@ -236,7 +236,7 @@ def test_accelerate_accumulates_too(scaled):
     with pytest.raises(RuntimeError) as error:
         scaler.step(opt)
     assert str(error.value) == (
-        "AccumulatingOptimizer.step: window must be 1 where Accelerate accumulates too, got "
+        "AccumulatingOptimizer.step: window must be 1 if Accelerate accumulates too, got "
         "window=2 and gradient_accumulation_steps=4. Pass gradient_accumulation_steps=1 to "
         "Accelerator, or window=1 to the optimizer"
     )

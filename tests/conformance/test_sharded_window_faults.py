@@ -190,7 +190,7 @@ def test_accumulate_with_a_window_that_is_sent_once(rank, world, count):
     train_inside(opt, model, share[count:])
     assert error == (
         f"RuntimeError: {OP}.accumulate: gradients must be formed inside `with "
-        "opt.micro_batch(model):` where synchronize='window', got some of another pass"
+        "opt.micro_batch(model):` if synchronize='window', got some of another pass"
     )
     assert_equal(after[0], before[0])
     assert after[1] == before[1] == count

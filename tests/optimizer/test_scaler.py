@@ -65,7 +65,7 @@ def test_unscaling_what_the_optimizer_unscales(window, inner):
 def test_scaling_what_the_optimizer_scales(then):
     scaler = torch.amp.GradScaler("cpu")
     parameter, opt = oracle.wrapped_zeros(scaler=scaler)
-    text = f"{OP}.backward: loss must be unscaled where the optimizer was given the scaler"
+    text = f"{OP}.backward: loss must be unscaled if the optimizer was given the scaler"
     with pytest.raises(ValueError, match=oracle.says(text)):
         opt.backward(then(scaler.scale(parameter * 1)))
     assert parameter.grad is None

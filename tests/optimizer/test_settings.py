@@ -99,7 +99,7 @@ def test_an_unknown_attribute_is_an_error_with_the_nearest_name():
 
 def test_bad_micro_batches_are_dropped_on_one_device_only():
     parameters = [nn.Parameter(torch.zeros(1, device=device)) for device in ("cpu", "meta")]
-    text = f"{OP}: on_nonfinite must be 'skip_window' or 'raise' where parameters are sharded"
+    text = f"{OP}: on_nonfinite must be 'skip_window' or 'raise' if parameters are sharded"
     with pytest.raises(ValueError, match=says(text)):
         AccumulatingOptimizer(sgd(parameters), on_nonfinite="skip_micro_batch")
 
