@@ -121,7 +121,7 @@ def test_what_does_not_go_with_windows_that_are_sent_once(rank, world):
         f"RuntimeError: {OP}.step: gradients {formed}, got some of another pass",
         f"ValueError: {OP}.micro_batch: model must hold fully_shard modules if "
         "synchronize='window', got Linear",
-        f"RuntimeError: {OP}.micro_batch: the micro-batch must have an opt.backward where "
+        f"RuntimeError: {OP}.micro_batch: the micro-batch must have an opt.backward if "
         "synchronize='window', got none",
         f"RuntimeError: {OP}.micro_batch: gradients that FSDP holds must stay where they are until "
         "the window is closed, got some that were cleared. Use opt.zero_grad(), not that of the "
