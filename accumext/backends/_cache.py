@@ -190,7 +190,8 @@ def install(library: Path, folder: Path) -> None:
     """Move a library from its build folder into the cache, and replace what is there.
 
     Raises:
-        OSError: that fails; the cache is as it was, or has no such folder.
+        OSError: that fails; the cache is as it was, has no such folder, or has that of a process
+            that was quicker.
     """
     new = library.parent / "new"
     new.mkdir()

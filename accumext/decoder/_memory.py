@@ -85,8 +85,8 @@ def decode_memory(args: dict[str, Any]) -> int:
             return tensor
         return torch.zeros_like(tensor, device=device).requires_grad_(tensor.requires_grad)
 
-    modules = {name: args[name] for name in ("embedding", "cell", "head")}
-    args = {name: map_tensors(on_device, value) for name, value in args.items()} | modules
+    others = args.keys() - {"embedding", "cell", "head"}  # which may be trees that have no copy
+    args = {**args, **{name: map_tensors(on_device, args[name]) for name in others}}
     if isinstance(shape, (tuple, list)):
         args["targets"] = torch.zeros(*shape, dtype=torch.int64, device=device)
     if args["batch_first"]:

@@ -131,7 +131,7 @@ def _dropout(op: str, args: Arguments) -> tuple[float, ...]:
     """Return the rates of the embedding's and the output's dropout: 0 in the cell's eval mode."""
     cell, names = args["cell"], ("embedding_dropout", "output_dropout")
     module = cell if isinstance(cell, nn.Module) else getattr(cell, "__self__", None)
-    rates = [number(op, name, args[name], 0, 1) for name in names]
+    rates = [number(op, name, args[name], 0, 1) if args[name] != 0 else 0.0 for name in names]
     trains = not isinstance(module, nn.Module) or module.training
     return tuple(rates) if trains else (0.0, 0.0)
 

@@ -167,8 +167,9 @@ def run_backward(
     if window.phase is not Phase.IN_GRAD:
         if GONE or len(LEAVING) > engine.leaves:
             part_from_others(_BACKWARD, engine, parameters)
-        if not all(map(is_none, map(grad_of, parameters))):
-            pending = clear_consumed(_BACKWARD, engine, parameters, inside is not None)
+        if not all(map(is_none, map(grad_of, parameters))) and (
+            pending := clear_consumed(_BACKWARD, engine, parameters, inside is not None)
+        ):
             call = call._replace(pending=pending)
     if stays:
         _into_grad(engine, call, parameters)

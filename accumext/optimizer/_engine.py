@@ -101,7 +101,7 @@ class Reducer(ABC):
     """Sums the window over processes. Methods that only one subclass needs do nothing here."""
 
     group: Group | None = None  # processes that the window is summed over
-    sharded = False  # FSDP holds gradients; losses are multiplied by weight / base_weight
+    sharded = False  # FSDP averages gradients; losses are multiplied by weight / base_weight
     base_weight: Scalar | None = None  # None unless sharded
     checked: tuple[Settings, Tensor] | None = None  # settings found equal everywhere; as numbers
 

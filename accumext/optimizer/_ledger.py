@@ -29,7 +29,7 @@ class Ledger(NamedTuple):
     | `of_all` | how many count on all processes, once the window is summed over them |
     | `weight` | the sum of the weights that count |
     | `base_weight` | the weight with factor 1 in the sums; None while all weights were zero |
-    | `base_scale` | the loss scale that the sums carry: that of the first with a nonzero weight |
+    | `base_scale` | the loss scale that the sums carry: that of the one that set `base_weight` |
     | `loss_scale` | the loss scale of the latest micro-batch |
     | `found_inf` | 1 if an inf or NaN was found in a gradient before it was added |
     """
@@ -50,7 +50,8 @@ class Ledger(NamedTuple):
         base: Scalar | None = None,
         found_inf: Scalar | None = None,
     ) -> tuple[Ledger, Scalar]:
-        """Count a micro-batch whose loss had this scale. The first sets both bases.
+        """Count a micro-batch whose loss had this scale. The first that is not known to count
+        nothing sets both bases.
 
         Args:
             base: the base of the weights, if it does not depend on the first weight.

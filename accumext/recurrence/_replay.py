@@ -155,10 +155,8 @@ class Replay:
             self._fail_differentiates()
         with self._lock:
             if self._tensors_of is not part.key or index not in self._tensors:
-                self._tensors_of, self._tensors = (
-                    None,
-                    {},
-                )  # only one part's tensors exist at a time
+                self._tensors_of = None
+                self._tensors = {}  # only one part's tensors exist at a time
                 self._tensors = self._replay(part)
                 self._tensors_of = part.key
             return self._tensors.pop(index)

@@ -1,5 +1,5 @@
-"""The private names of torch that DistributedDataParallel and fully_shard have, as torch_private.py
-has all others."""
+"""The private names of DistributedDataParallel and fully_shard that accumext uses, each with the
+reason."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ SELECTIONS = {
         ),
     },
     "lists": {
-        "ops/test_accumulate.py": "pair or slices or strided or strides or is_left",
+        "ops/test_accumulate.py": "pair or slices or strided or strides",
+        "ops/test_operators.py": "one_element and accumulate",
         "ops/test_unscale_check_clip_accumulate.py": "finite_acc or nonfinite or overflowed",
         "ops/test_norm.py": "any_list or empty or mixed or strided or about_elements",
         "ops/test_scale.py": "test",

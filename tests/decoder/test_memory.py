@@ -1,6 +1,7 @@
 """Peak memory of decode_loss: flat in T and V, and what decode_memory says."""
 
 import inspect
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -145,6 +146,27 @@ def test_decode_memory_takes_what_decode_loss_takes():
         accumext.decode_memory(*parts, TARGETS, feedback="greedy", lenghts=[4])
     with raises(TypeError, "embedding must be an nn.Embedding"):
         accumext.decode_memory([1], *parts[1:], TARGETS, feedback="greedy")
+
+
+@dataclass(eq=False)
+class Remembering:
+    """A cell that cannot be copied before its first call has set a field."""
+
+    cell: nn.GRUCell
+    last: torch.Tensor = field(init=False)
+
+    def __call__(self, x, state):
+        self.last = self.cell(x, state)
+        return self.last, self.last
+
+
+def test_a_cell_is_not_copied():
+    embedding, cell, head = nn.Embedding(7, 4), nn.GRUCell(4, 5), nn.Linear(5, 7)
+    peaks = [
+        accumext.decode_memory(embedding, some, head, (6, 3), torch.zeros(3, 5), feedback="greedy")
+        for some in (Remembering(cell), lambda x, state: (cell(x, state),) * 2)
+    ]
+    assert peaks[0] == peaks[1] > 0
 
 
 def test_decode_memory_has_the_parameters_of_decode_loss():
