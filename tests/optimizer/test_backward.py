@@ -88,6 +88,17 @@ def test_micro_batches_without_gradients_and_without_passes():
     assert used.tolist() == [0.5, 0.5]
 
 
+def test_a_micro_batch_of_plain_passes_after_one_that_is_in_grad():
+    """Its sum lies in `.grad`, where a plain pass would add to it."""
+    parameter, opt = oracle.wrapped_zeros()
+    opt.backward(parameter * 2)
+    opt.window = 2
+    with opt.micro_batch():
+        (parameter * 4).backward()
+    opt.step()
+    assert parameter.item() == -3.0
+
+
 @pytest.mark.parametrize("second", [2.0, torch.tensor(2.0)], ids=["number", "tensor"])
 @pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch"])
 def test_a_micro_batch_has_one_weight(second, policy):
