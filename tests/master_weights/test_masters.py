@@ -202,6 +202,34 @@ def test_the_model_follows_what_a_method_of_the_optimizer_writes(fails):
     oracle.assert_equal(values(masters), trained)
 
 
+class WithoutHooks(torch.optim.Optimizer):
+    """Its step needs a closure, and runs no hooks."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+
+    def step(self, closure):
+        value = closure()
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(parameter.grad)
+        return value
+
+    step.hooked = True  # so that torch does not wrap it
+
+
+def test_the_model_follows_a_step_with_a_closure_and_without_hooks():
+    parameter = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
+    masters = accumext.masters([parameter])
+    opt = AccumulatingOptimizer(WithoutHooks(masters), masters=masters)
+
+    def closure():
+        (parameter * 0.25).backward()
+
+    opt.step(closure)
+    assert (masters[0].item(), parameter.item()) == (0.75, 0.75)
+
+
 def test_the_model_follows_a_hook_that_writes_masters():
     """Such as one that keeps weights in a range after every step."""
     model, opt, masters = with_masters()
