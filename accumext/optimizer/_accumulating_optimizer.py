@@ -47,8 +47,8 @@ def _setting(name: str, doc: str) -> Any:
 
     def assign(self: Any, value: Any) -> None:
         arguments = {**self._engine.settings._asdict(), name: value}
-        for found in ("needs_closure", "names_closure"):
-            del arguments[found]
+        for derived in ("needs_closure", "names_closure"):
+            del arguments[derived]
         settings = check_settings(self.optimizer, **arguments)
         self._engine.settings, self._engine.policy = settings, POLICIES[settings.on_nonfinite]
         if name == "process_group":

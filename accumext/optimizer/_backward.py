@@ -139,7 +139,7 @@ def run_backward(
     """
     loss, settings, state = call.loss, engine.settings, engine.state
     window, inside = state.window, state.micro_batch
-    # The only cases in which this call is refused.
+    # `refuse` raises for a backward pass in these cases alone.
     if settings.needs_closure or state.sending is not None or window.phase is Phase.SUMMED:
         engine.refuse(_BACKWARD)
     if settings.scaler is not None:

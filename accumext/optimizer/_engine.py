@@ -86,10 +86,10 @@ class Policy(NamedTuple):
     # function of a list, which adds them as a micro-batch: each kernel appends its norm to the list
     # as it runs. Called with the list again, after an exception, it runs the remaining kernels.
     adding: Callable[..., Callable[[list[Tensor]], Window]]
-    # Returns a window of phase IN_GRAD with sums of its own, for these parameters.
+    # Takes a window of phase IN_GRAD, and the parameters; returns it with sums of its own.
     out_of_grad: Callable[[Window, Sequence[Tensor]], Window]
-    # Returns a window whose only micro-batch was in `.grad`, with `Ledger.counted`: 1, or 0 if the
-    # micro-batch is not finite.
+    # Takes a window whose only micro-batch was in `.grad`; returns it with `Ledger.counted` set: 1,
+    # or 0 if the micro-batch is not finite.
     counted: Callable[[Window], Window] | None = None
     # Raises for a micro-batch that may not be added: (engine, op, gradients, weight, base).
     check: Callable[..., None] | None = None

@@ -50,8 +50,8 @@ class Ledger(NamedTuple):
         base: Scalar | None = None,
         found_inf: Scalar | None = None,
     ) -> tuple[Ledger, Scalar]:
-        """Count a micro-batch whose loss had this scale. The first that is not known to count
-        nothing sets both bases.
+        """Count a micro-batch whose loss had this scale. The first whose weight the host does not
+        know to be 0 sets both bases.
 
         Args:
             base: the base of the weights, if it does not depend on the first weight.

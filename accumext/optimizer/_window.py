@@ -101,8 +101,8 @@ class OtherPass(NamedTuple):
 
 
 class State(NamedTuple):
-    """What calls change of gradients and reports. Warnings that were given, and what the reducer
-    knows of other processes, are not in it."""
+    """The gradients, and the report of the last window, which calls replace. Warnings that were
+    given, and what the reducer knows of other processes, are not in it."""
 
     window: Window = NO_WINDOW
     consumed: ConsumedGrads = ConsumedGrads()  # gradients a step has used and left in `.grad`
