@@ -1,8 +1,6 @@
 // Shares the work of a CPU kernel: chunks in parallel, each by the inner loops for this processor.
 #pragma once
 
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
@@ -11,6 +9,7 @@
 #include "cpu/kernels.h"
 #include "cpu/simd/isa.h"
 #include "cpu/simd/types.h"
+#include "cpu/team.h"
 
 namespace accumext::cpu {
 
@@ -39,20 +38,20 @@ inline bool is_large(const std::vector<Pair>& pairs) {
   return elements >= kElements;
 }
 
-// Calls f(chunk, its index) for every chunk. Threads get equal shares of the elements, up to a
-// chunk, not of the chunks: a list may begin with thousands of small tensors.
+// Calls f(chunk, its index) for every chunk. Pieces have equally many elements, up to a chunk, not
+// equally many chunks: a list may begin with thousands of small tensors.
 template <typename F>
 void for_each_chunk(const std::vector<Chunk>& chunks, const F& f) {
-  constexpr int64_t kCostPerChunk = 512;     // elements that take as long as a chunk's start
-  constexpr int64_t kCostPerThread = 32768;  // as at::internal::GRAIN_SIZE
-  std::vector<int64_t> starts;               // cost of all earlier chunks
+  constexpr int64_t kCostPerChunk = 512;    // elements that take as long as a chunk's start
+  constexpr int64_t kCostPerPiece = 32768;  // as at::internal::GRAIN_SIZE
+  std::vector<int64_t> starts;              // cost of all earlier chunks
   starts.reserve(chunks.size());
   int64_t cost = 0;
   for (const Chunk& chunk : chunks) {
     starts.push_back(cost);
     cost += kCostPerChunk + chunk.end - chunk.begin;
   }
-  torch::stable::parallel_for(0, cost, kCostPerThread, [&](int64_t begin, int64_t end) {
+  Team::once(cost, kCostPerPiece, [&](int64_t begin, int64_t end, int64_t) {
     const auto first = std::lower_bound(starts.begin(), starts.end(), begin);
     for (size_t i = first - starts.begin(); i < chunks.size() && starts[i] < end; ++i) {
       f(chunks[i], static_cast<int64_t>(i));

@@ -71,12 +71,21 @@ class Decoding {
     }
     for (size_t l = 0; l < layers_.size(); ++l)
       layers_[l].start(state(l, begin_), memory(l, begin_));
+    int64_t used = 0;
+    const int64_t threads = call_.stats ? most_threads(call_.head_weight) : 1;
+    Team::gather(std::max(threads, layers_[0].units() / kUnits),
+                 [&](Team& team) { used = run_steps(team); });
+    return used;
+  }
+
+ private:
+  int64_t run_steps(Team& team) {
     const Workspace workspace(call_.exps);
     std::optional<Head<T>> head;
     if (call_.stats) {
       const int64_t logit_rows = std::min({call_.logit_rows, kMaxLogitRows, batch_});
-      head.emplace(call_.head_weight, elements<T>(call_.head_bias), logit_rows, call_.temperature,
-                   workspace.dtype, workspace.stride);
+      head.emplace(team, call_.head_weight, elements<T>(call_.head_bias), logit_rows,
+                   call_.temperature, workspace.dtype, workspace.stride);
       check_head(*head, workspace);
     }
     int64_t used = 0;
@@ -89,8 +98,8 @@ class Decoding {
       }
       embed(step);
       for (size_t l = 0; l < layers_.size(); ++l) {
-        layers_[l].step(l == 0 ? x_.get() : between(step, l), active_at(step), state(l, step + 1),
-                        memory(l, step + 1), pre_activations(l, step));
+        layers_[l].step(team, l == 0 ? x_.get() : between(step, l), active_at(step),
+                        state(l, step + 1), memory(l, step + 1), pre_activations(l, step));
       }
       if (!head) continue;
       used += predict(step, used, *head, workspace);
@@ -99,7 +108,6 @@ class Decoding {
     return used;
   }
 
- private:
   int64_t parts() const { return call_.kind == CellKind::kLstm ? 2 : 1; }
 
   T* state(size_t layer, int64_t step) const {

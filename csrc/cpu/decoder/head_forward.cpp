@@ -4,10 +4,11 @@ namespace accumext::cpu {
 namespace {
 
 template <typename T>
-void head_forward(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
-                  const std::optional<Tensor>& targets, const std::optional<Tensor>& uniforms,
-                  double temperature, const std::optional<Tensor>& exps, int64_t logit_rows,
-                  const Tensor& tokens, const Tensor& stats) {
+void head_forward(Team& team, const Tensor& hidden, const Tensor& weight,
+                  const std::optional<Tensor>& bias, const std::optional<Tensor>& targets,
+                  const std::optional<Tensor>& uniforms, double temperature,
+                  const std::optional<Tensor>& exps, int64_t logit_rows, const Tensor& tokens,
+                  const Tensor& stats) {
   const int64_t count = hidden.size(0);
   const Workspace workspace(exps);
   require(weight.dim() == 2 && weight.size(1) == hidden.size(1) && weight.size(0) > 0);
@@ -19,7 +20,8 @@ void head_forward(const Tensor& hidden, const Tensor& weight, const std::optiona
   require(logit_rows >= 1);
   if (count == 0) return;
   const int64_t piece = std::min({logit_rows, kMaxLogitRows, count});
-  Head<T> head(weight, elements<T>(bias), piece, temperature, workspace.dtype, workspace.stride);
+  Head<T> head(team, weight, elements<T>(bias), piece, temperature, workspace.dtype,
+               workspace.stride);
   const int64_t* target = targets ? integers(*targets) : nullptr;
   for (int64_t i = 0; i < count && target != nullptr; ++i) {
     require(target[i] >= 0 && target[i] < head.vocabulary());
@@ -44,8 +46,10 @@ void head_forward_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias,
                       double temperature, std::optional<Tensor> exps, int64_t logit_rows,
                       Tensor tokens, Tensor stats) {
   const auto run = [&](auto type) {
-    head_forward<decltype(type)>(hidden, weight, bias, targets, uniforms, temperature, exps,
-                                 logit_rows, tokens, stats);
+    Team::gather(most_threads(weight), [&](Team& team) {
+      head_forward<decltype(type)>(team, hidden, weight, bias, targets, uniforms, temperature, exps,
+                                   logit_rows, tokens, stats);
+    });
   };
   float_dtype(hidden) == Dtype::kDouble ? run(double()) : run(float());
 }

@@ -9,6 +9,7 @@
 
 #include "cpu/decoder/skinny_matmul.h"
 #include "cpu/decoder/token_filters.h"
+#include "cpu/team.h"
 
 namespace accumext::cpu {
 
@@ -69,9 +70,10 @@ template <typename T>
 class Head {
  public:
   // Takes at most `logit_rows` rows at once: [V, logit_rows] logits exist.
-  Head(const Tensor& weight, const T* bias, int64_t logit_rows, double temperature,
+  Head(Team& team, const Tensor& weight, const T* bias, int64_t logit_rows, double temperature,
        Dtype exps_dtype, int64_t exps_stride)
-      : logit_rows_(logit_rows),
+      : team_(team),
+        logit_rows_(logit_rows),
         product_(weight, bias, logit_rows),
         inverse_temperature_(1.0 / temperature),
         exps_dtype_(exps_dtype),
@@ -328,21 +330,15 @@ class Head {
   }
 
   template <typename F>
-  static void for_each_row(int64_t rows, const F& f) {
-    torch::stable::parallel_for(0, rows, /*grain_size=*/1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) f(i);
-    });
+  void for_each_row(int64_t rows, const F& f) const {
+    team_.share(rows, 1, [&](int64_t i, int64_t, int64_t) { f(i); });
   }
 
-  // Calls f(span, begin, end) for every kSpan rows of the weight. Each thread gets the same spans
-  // in every pass, so that the second pass finds the logits of the first in its cache.
+  // Calls f(span, begin, end) for every kSpan rows of the weight.
   template <typename F>
   void for_each_span(const F& f) const {
-    torch::stable::parallel_for(0, spans_, /*grain_size=*/2, [&](int64_t first, int64_t last) {
-      for (int64_t span = first; span < last; ++span) {
-        f(span, span * kSpan, std::min((span + 1) * kSpan, product_.rows));
-      }
-    });
+    team_.share(product_.rows, kSpan,
+                [&](int64_t begin, int64_t end, int64_t) { f(begin / kSpan, begin, end); });
   }
 
   double column_sum(const Buffer<T>& partial, int64_t n, int64_t column) const {
@@ -375,6 +371,7 @@ class Head {
     with_type(exps_dtype_, [&](auto type) { static_cast<decltype(type)*>(exps)[at] = 0.0f; });
   }
 
+  Team& team_;
   int64_t logit_rows_;
   Skinny<T> product_;
   double inverse_temperature_;
@@ -386,6 +383,9 @@ class Head {
   Buffer<int64_t> at_;
   std::optional<Tensor> weights_;  // [V, rows]
 };
+
+// The number of threads that the spans of a weight [V, H] keep busy.
+inline int64_t most_threads(const Tensor& weight) { return (weight.size(0) / kSpan + 1) / 2; }
 
 // Rows [first, first + count) of hidden [M, H] as columns [H, padded(count)].
 template <typename T>

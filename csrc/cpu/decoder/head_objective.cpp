@@ -4,9 +4,9 @@ namespace accumext::cpu {
 namespace {
 
 template <typename T>
-void head_objective(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
-                    const Tensor& targets, const Tensor& share, double z_loss,
-                    double entropy_weight, double soft_scale, double temperature,
+void head_objective(Team& team, const Tensor& hidden, const Tensor& weight,
+                    const std::optional<Tensor>& bias, const Tensor& targets, const Tensor& share,
+                    double z_loss, double entropy_weight, double soft_scale, double temperature,
                     const std::optional<Tensor>& probabilities,
                     const std::optional<Tensor>& indices,
                     const std::optional<Tensor>& teacher_hidden,
@@ -46,14 +46,16 @@ void head_objective(const Tensor& hidden, const Tensor& weight, const std::optio
     }
   }
   const int64_t piece = std::min({logit_rows, kMaxLogitRows, count});
-  Head<T> head(weight, elements<T>(bias), piece, temperature, workspace.dtype, workspace.stride);
+  Head<T> head(team, weight, elements<T>(bias), piece, temperature, workspace.dtype,
+               workspace.stride);
   std::optional<Head<T>> teacher;
   std::optional<Buffer<T>> columns;
   if (teacher_weight) {
     require(teacher_weight->size(0) == words && teacher_hidden->size(0) == count);
     require(teacher_weight->size(1) == teacher_hidden->size(1));
     require(!teacher_bias || teacher_bias->numel() == words);
-    teacher.emplace(*teacher_weight, elements<T>(teacher_bias), piece, temperature, kDtypeOf<T>, 0);
+    teacher.emplace(team, *teacher_weight, elements<T>(teacher_bias), piece, temperature,
+                    kDtypeOf<T>, 0);
     columns.emplace(teacher_hidden->size(1) * padded(piece));
   }
   const T* share_of = elements<T>(share);
@@ -89,10 +91,12 @@ void head_objective_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias
                         std::optional<Tensor> gradients, int64_t logit_rows, Tensor tokens,
                         Tensor stats) {
   const auto run = [&](auto type) {
-    head_objective<decltype(type)>(hidden, weight, bias, targets, share, z_loss, entropy_weight,
-                                   soft_scale, temperature, probabilities, indices, teacher_hidden,
-                                   teacher_weight, teacher_bias, gradients, logit_rows, tokens,
-                                   stats);
+    Team::gather(most_threads(weight), [&](Team& team) {
+      head_objective<decltype(type)>(team, hidden, weight, bias, targets, share, z_loss,
+                                     entropy_weight, soft_scale, temperature, probabilities,
+                                     indices, teacher_hidden, teacher_weight, teacher_bias,
+                                     gradients, logit_rows, tokens, stats);
+    });
   };
   float_dtype(hidden) == Dtype::kDouble ? run(double()) : run(float());
 }

@@ -4,9 +4,10 @@ namespace accumext::cpu {
 namespace {
 
 template <typename T>
-void head_sample(const Tensor& hidden, const Tensor& weight, const std::optional<Tensor>& bias,
-                 const Tensor& uniforms, double temperature, int64_t top_k, double top_p,
-                 int64_t logit_rows, const Tensor& tokens, const Tensor& stats) {
+void head_sample(Team& team, const Tensor& hidden, const Tensor& weight,
+                 const std::optional<Tensor>& bias, const Tensor& uniforms, double temperature,
+                 int64_t top_k, double top_p, int64_t logit_rows, const Tensor& tokens,
+                 const Tensor& stats) {
   const int64_t count = hidden.size(0);
   require(weight.dim() == 2 && weight.size(1) == hidden.size(1) && weight.size(0) > 0);
   require(!bias || bias->numel() == weight.size(0));
@@ -15,7 +16,7 @@ void head_sample(const Tensor& hidden, const Tensor& weight, const std::optional
   require(logit_rows >= 1);
   if (count == 0) return;
   const int64_t piece = std::min({logit_rows, kMaxLogitRows, count});
-  Head<T> head(weight, elements<T>(bias), piece, temperature, kDtypeOf<T>, 0);
+  Head<T> head(team, weight, elements<T>(bias), piece, temperature, kDtypeOf<T>, 0);
   T* stat = elements<T>(stats);
   for_each_piece<T>(hidden, piece, [&](int64_t first, int64_t rows, const T* columns) {
     head.sample_top(columns, padded(rows),
@@ -34,8 +35,10 @@ void head_sample_cpu(Tensor hidden, Tensor weight, std::optional<Tensor> bias, T
                      double temperature, int64_t top_k, double top_p, int64_t logit_rows,
                      Tensor tokens, Tensor stats) {
   const auto run = [&](auto type) {
-    head_sample<decltype(type)>(hidden, weight, bias, uniforms, temperature, top_k, top_p,
-                                logit_rows, tokens, stats);
+    Team::gather(most_threads(weight), [&](Team& team) {
+      head_sample<decltype(type)>(team, hidden, weight, bias, uniforms, temperature, top_k, top_p,
+                                  logit_rows, tokens, stats);
+    });
   };
   float_dtype(hidden) == Dtype::kDouble ? run(double()) : run(float());
 }

@@ -17,8 +17,8 @@ constexpr int64_t kFewestKnownSteps = 4;
 // Rows whose inputs are multiplied at once.
 constexpr int64_t kInputRows = 512;
 
-// The least number of gates' elements for one thread.
-constexpr int64_t kGateGrain = 1 << 12;
+// The least number of gates' elements of a piece.
+constexpr int64_t kGates = 1 << 12;
 
 // A call that Decoding has checked.
 template <typename T>
@@ -33,7 +33,7 @@ class KnownSteps {
         parts_(call.kind == CellKind::kLstm ? 2 : 1),
         active_(call.active ? booleans(*call.active) : nullptr),
         from_h_(batch_ * width_),
-        row_grain_(std::max<int64_t>(1, kGateGrain / width_)) {}
+        row_grain_(std::max<int64_t>(1, kGates / width_)) {}
 
   void run() {
     const int64_t layers = static_cast<int64_t>(call_.cell.size()) / 4;
@@ -46,9 +46,11 @@ class KnownSteps {
         Tensor pre = pre_activations(layer, step, count);
         add_matmul<T>(torch::stable::narrow(pre, 1, 0, width_), x,
                       torch::stable::transpose(call_.cell[4 * layer], 0, 1), /*overwrite=*/true);
-        for (int64_t i = 0; i < count; ++i) {
-          advance(layer, weight, step + i, elements<T>(pre) + i * batch_ * pre_width_);
-        }
+        Team::gather(weight.panels, [&](Team& team) {
+          for (int64_t i = 0; i < count; ++i) {
+            advance(team, layer, weight, step + i, elements<T>(pre) + i * batch_ * pre_width_);
+          }
+        });
       }
     }
   }
@@ -95,12 +97,11 @@ class KnownSteps {
   }
 
   // One step of a layer from the products of its inputs, which become pre-activations.
-  void advance(int64_t layer, PackedWeight<T>& weight, int64_t step, T* pre) const {
+  void advance(Team& team, int64_t layer, PackedWeight<T>& weight, int64_t step, T* pre) const {
     weight.take(state(layer, 0, step), batch_);
-    torch::stable::parallel_for(0, weight.panels, weight.grain(), [&](int64_t begin, int64_t end) {
-      weight.run(begin, end, from_h_.get());
-    });
-    torch::stable::parallel_for(0, batch_, row_grain_, [&](int64_t begin, int64_t end) {
+    team.share(weight.panels, weight.grain(),
+               [&](int64_t begin, int64_t end, int64_t) { weight.run(begin, end, from_h_.get()); });
+    team.share(batch_, row_grain_, [&](int64_t begin, int64_t end, int64_t) {
       for (int64_t b = begin; b < end; ++b) through_gates(layer, step, b, pre + b * pre_width_);
     });
   }

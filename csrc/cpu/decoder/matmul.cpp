@@ -10,10 +10,15 @@
 namespace accumext::cpu {
 namespace {
 
-constexpr int64_t kRowSpan = 240;  // rows of the left operand in the second cache
+// Rows of the left operand that are packed at once lie in the second cache; a piece of a job has as
+// many or fewer, so that there are enough pieces for any number of threads.
+constexpr int64_t kMostRows = 240;
+constexpr int64_t kLeastRows = 24;
+constexpr int64_t kLeastPairedRows = 2 * kTile;
+constexpr int64_t kPieces = 32;
 
-// Bytes of panels of the whole depth that are packed at once: the sums of a span of rows stay in
-// the second cache while all of them are multiplied, and go to memory once.
+// Bytes of panels that are packed at once, for all threads. The deeper they are, the less often the
+// sums go to memory.
 constexpr int64_t kPackedBytes = 1 << 21;
 
 // A product of so few columns and so many rows is bound by reading the left operand.
@@ -51,72 +56,70 @@ class Matmul {
         overwrite_(overwrite) {
     if (left_.dtype == Dtype::kBFloat16) paired_ = paired_kernels();
     depth_block_ = panel_terms<T>(depth_, paired_ != nullptr);
+    panel_size_ = depth_block_ * kPanelColumns<T>;
+    const int64_t least = paired_ != nullptr ? kLeastPairedRows : kLeastRows;
+    row_span_ = std::min(kMostRows, (rows_ / kPieces + least) / least * least);
   }
 
   void run() const {
     const int64_t panels = (columns_ + kPanelColumns<T> - 1) / kPanelColumns<T>;
-    const int64_t spans = (rows_ + kRowSpan - 1) / kRowSpan;
-    const int64_t threads = torch::stable::get_num_threads();
-    if (spans >= 2 * threads) {
-      torch::stable::parallel_for(0, spans, 1, [&](int64_t begin, int64_t end) {
-        part({begin * kRowSpan, std::min(end * kRowSpan, rows_)}, {0, panels});
-      });
-      return;
-    }
-    const int64_t groups = std::max<int64_t>(1, threads / panels);  // of rows
-    torch::stable::parallel_for(0, panels * groups, 1, [&](int64_t begin, int64_t end) {
-      if (groups == 1) return part({0, rows_}, {begin, end});
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t group = i % groups;
-        part({rows_ * group / groups, rows_ * (group + 1) / groups}, {i / groups, i / groups + 1});
+    const int64_t blocks = (depth_ + depth_block_ - 1) / depth_block_;
+    const int64_t fit = std::max<int64_t>(1, kPackedBytes / (panel_size_ * sizeof(T)));
+    const int64_t wide = std::min(panels, fit);
+    const int64_t deep = std::clamp<int64_t>(fit / panels, 1, blocks);
+    const int64_t spans = (rows_ + row_span_ - 1) / row_span_;
+    const int64_t group = std::max<int64_t>(1, wide * spans / kPieces);  // panels of a piece
+    Team::gather(spans * ((wide + group - 1) / group), [&](Team& team) {
+      const Buffer<T> packed(wide * deep * panel_size_);
+      const Buffer<T> scratch(team.threads() * row_span_ * depth_block_);
+      for (int64_t panel = 0; panel < panels; panel += wide) {
+        for (int64_t block = 0; block < blocks; block += deep) {
+          const Part part{panel, std::min(wide, panels - panel), block,
+                          std::min(deep, blocks - block), packed.get()};
+          pack(team, part);
+          multiply(team, part, group, scratch.get());
+        }
       }
     });
   }
 
  private:
-  struct Range {
-    int64_t begin, end;
+  // Panels of some blocks of terms, packed block by block.
+  struct Part {
+    int64_t panel, panels, block, blocks;
+    T* packed;
   };
 
-  // These rows times these panels.
-  void part(const Range& rows, const Range& panels) const {
-    const int64_t panel_size = depth_block_ * kPanelColumns<T>;
-    const int64_t block_size = (panels.end - panels.begin) * panel_size;
-    const int64_t blocks = (depth_ + depth_block_ - 1) / depth_block_;
-    const int64_t bytes = blocks * block_size * static_cast<int64_t>(sizeof(T));
-    const int64_t at_once = bytes <= kPackedBytes ? blocks : 1;
-    const Buffer<T> packed(at_once * block_size);
-    const bool transposes = paired_ != nullptr && left_.column_stride != 1;
-    const Buffer<uint16_t> transposed(transposes ? kRowSpan * depth_block_ : 0);
-    const Buffer<T> packed_rows(paired_ == nullptr ? std::min(kRowSpan, rows_) * depth_block_ : 0);
-    for (int64_t first = 0; first < blocks; first += at_once) {
-      const int64_t last = std::min(first + at_once, blocks);
-      for (int64_t i = first; i < last; ++i) {
-        pack(i * depth_block_, depth_of(i), panels, panel_size, &packed[(i - first) * block_size]);
-      }
-      for (int64_t row = rows.begin; row < rows.end; row += kRowSpan) {
-        for (int64_t i = first; i < last; ++i) {
-          Block<T> block{};
-          block.rows = std::min(kRowSpan, rows.end - row);
-          block.depth = depth_of(i);
-          block.add = i > 0 || !overwrite_;
-          if (paired_ != nullptr) {
-            take_pairs(row, i * depth_block_, block, transposed.get());
-          } else {
-            pack_rows(row, i * depth_block_, block, packed_rows.get());
-          }
-          const T* panel = &packed[(i - first) * block_size];
-          for (int64_t p = panels.begin; p < panels.end; ++p, panel += panel_size) {
-            const int64_t column = p * kPanelColumns<T>;
-            block.panel = panel;
-            block.columns = std::min(kPanelColumns<T>, columns_ - column);
-            block.out = out_ + row * out_stride_ + column;
-            block.out_stride = out_stride_;
-            multiply(block);
-          }
+  void pack(Team& team, const Part& part) const {
+    constexpr int64_t kGroup = 4;  // neighbouring panels share cache lines of the operand
+    const int64_t groups = (part.panels + kGroup - 1) / kGroup;
+    team.share(part.blocks * groups, 1, [&](int64_t i, int64_t, int64_t) {
+      const int64_t block = i / groups, first = i % groups * kGroup;
+      const int64_t last = std::min(first + kGroup, part.panels);
+      pack(part.block + block, part.panel + first, part.panel + last,
+           part.packed + (block * part.panels + first) * panel_size_);
+    });
+  }
+
+  // All rows times these panels.
+  void multiply(Team& team, const Part& part, int64_t group, T* scratch) const {
+    const int64_t spans = (rows_ + row_span_ - 1) / row_span_;
+    const int64_t groups = (part.panels + group - 1) / group;
+    team.share(spans * groups, 1, [&](int64_t i, int64_t, int64_t thread) {
+      const int64_t first = i / spans * group, last = std::min(first + group, part.panels);
+      const int64_t row = i % spans * row_span_;
+      T* packed_rows = scratch + thread * row_span_ * depth_block_;
+      for (int64_t block = 0; block < part.blocks; ++block) {
+        Block<T> b = left_block(row, part.block + block, packed_rows);
+        for (int64_t panel = first; panel < last; ++panel) {
+          const int64_t column = (part.panel + panel) * kPanelColumns<T>;
+          b.panel = part.packed + (block * part.panels + panel) * panel_size_;
+          b.columns = std::min(kPanelColumns<T>, columns_ - column);
+          b.out = out_ + row * out_stride_ + column;
+          multiply(b);
         }
       }
-    }
+    });
   }
 
   // Terms of a block.
@@ -124,43 +127,47 @@ class Matmul {
     return std::min(depth_block_, depth_ - block * depth_block_);
   }
 
-  void pack(int64_t row, int64_t depth, const Range& panels, int64_t panel_size, T* to) const {
-    const int64_t column = panels.begin * kPanelColumns<T>;
-    const PanelSource source{.data = right_.at(row, column),
+  void pack(int64_t block, int64_t first, int64_t last, T* to) const {
+    const int64_t column = first * kPanelColumns<T>;
+    const PanelSource source{.data = right_.at(block * depth_block_, column),
                              .dtype = right_.dtype,
-                             .depth = depth,
-                             .columns = std::min(panels.end * kPanelColumns<T>, columns_) - column,
+                             .depth = depth_of(block),
+                             .columns = std::min(last * kPanelColumns<T>, columns_) - column,
                              .depth_stride = right_.row_stride,
                              .column_stride = right_.column_stride,
-                             .panel_size = panel_size};
+                             .panel_size = panel_size_};
     if constexpr (std::is_same_v<T, float>) {
       if (paired_ != nullptr) return paired_->pack(source, reinterpret_cast<uint32_t*>(to));
     }
     decoder_kernels<T>().pack(source, to);
   }
 
-  // The block's part of the left operand.
-  void pack_rows(int64_t row, int64_t depth, Block<T>& block, T* to) const {
-    decoder_kernels<T>().pack_rows({.data = left_.at(row, depth),
-                                    .dtype = left_.dtype,
-                                    .rows = block.rows,
-                                    .depth = block.depth,
-                                    .row_stride = left_.row_stride,
-                                    .depth_stride = left_.column_stride},
-                                   to);
-    block.left = to;
-  }
-
-  // The same, if pairs have to be next to each other.
-  void take_pairs(int64_t row, int64_t depth, Block<T>& block, uint16_t* transposed) const {
-    block.left = left_.at(row, depth);
-    block.row_stride = left_.row_stride;
-    if (left_.column_stride == 1) return;
-    const int64_t stride = up_to(2 * kTile, block.depth);
-    paired_->transpose(static_cast<const uint16_t*>(block.left), left_.column_stride, block.depth,
-                       block.rows, transposed, stride);
-    block.left = transposed;
-    block.row_stride = stride;
+  // A block with its part of the left operand, in `scratch` unless it is read where it lies.
+  Block<T> left_block(int64_t row, int64_t at, T* scratch) const {
+    Block<T> block{};
+    block.rows = std::min(row_span_, rows_ - row);
+    block.depth = depth_of(at);
+    block.out_stride = out_stride_;
+    block.add = at > 0 || !overwrite_;
+    block.left = scratch;
+    const char* left = left_.at(row, at * depth_block_);
+    if (paired_ == nullptr) {
+      decoder_kernels<T>().pack_rows({.data = left,
+                                      .dtype = left_.dtype,
+                                      .rows = block.rows,
+                                      .depth = block.depth,
+                                      .row_stride = left_.row_stride,
+                                      .depth_stride = left_.column_stride},
+                                     scratch);
+    } else if (left_.column_stride == 1) {
+      block.left = left;
+      block.row_stride = left_.row_stride;
+    } else {  // pairs have to be next to each other
+      block.row_stride = up_to(2 * kTile, block.depth);
+      paired_->transpose(reinterpret_cast<const uint16_t*>(left), left_.column_stride, block.depth,
+                         block.rows, reinterpret_cast<uint16_t*>(scratch), block.row_stride);
+    }
+    return block;
   }
 
   void multiply(const Block<T>& block) const {
@@ -177,6 +184,8 @@ class Matmul {
   bool overwrite_;
   const PairedKernels* paired_ = nullptr;  // null: operands are T in the product
   int64_t depth_block_;                    // terms of a panel
+  int64_t panel_size_;                     // elements
+  int64_t row_span_;                       // rows of a piece
 };
 
 // out = left right, by the library.
@@ -234,7 +243,7 @@ void skinny_matmul(const Tensor& sums, const Tensor& left, const Tensor& right, 
   const int64_t stride = sums.stride(0);
   std::optional<Buffer<T>> found;  // [rows, count], to add
   if (!overwrite) found.emplace(sums.size(0) * count);
-  torch::stable::parallel_for(0, sums.size(0), kSpan, [&](int64_t begin, int64_t end) {
+  Team::once(sums.size(0), kSpan, [&](int64_t begin, int64_t end, int64_t) {
     if (!found) return product.run(begin, end, out, stride);
     product.run(begin, end, found->get(), count);
     for (int64_t row = begin; row < end; ++row) {

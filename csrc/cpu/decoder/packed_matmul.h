@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "cpu/decoder/skinny_matmul.h"
+#include "cpu/team.h"
 
 namespace accumext::cpu {
 
@@ -28,8 +29,8 @@ Tensor converted(const Tensor& tensor, Dtype dtype);
 template <typename T>
 void add_matmul(const Tensor& sums, Tensor left, Tensor right, bool overwrite);
 
-// The least number of multiplications for one thread.
-constexpr int64_t kThreadProducts = 1 << 19;
+// The least number of multiplications of a piece.
+constexpr int64_t kPieceProducts = 1 << 19;
 
 template <typename T>
 class PackedWeight {
@@ -45,9 +46,8 @@ class PackedWeight {
         blocks_((depth + terms_ - 1) / terms_),
         packed_(panels * blocks_ * terms_ * kPanelColumns<T>) {
     require((kDtypeOf<T> == Dtype::kDouble) == (dtype_ == Dtype::kDouble));
-    torch::stable::parallel_for(0, panels * blocks_, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) pack(weight, i / blocks_, i % blocks_);
-    });
+    Team::once(panels * blocks_, 1,
+               [&](int64_t i, int64_t, int64_t) { pack(weight, i / blocks_, i % blocks_); });
   }
 
   // The rows to multiply, [count, depth].
@@ -72,10 +72,10 @@ class PackedWeight {
     decoder_kernels<T>().round(dtype_, rows_.data(), count * depth);
   }
 
-  // The least number of panels for one thread.
+  // The panels of a piece.
   int64_t grain() const {
     const int64_t products = count_ * depth * kPanelColumns<T>;
-    return std::max<int64_t>(1, kThreadProducts / std::max<int64_t>(1, products));
+    return std::max<int64_t>(1, kPieceProducts / std::max<int64_t>(1, products));
   }
 
   // Columns [begin, end) times kPanelColumns of the product, to out [count, columns].

@@ -6,11 +6,12 @@
 
 #include "common/cell_kind.h"
 #include "cpu/decoder/skinny_matmul.h"
+#include "cpu/team.h"
 
 namespace accumext::cpu {
 
-// The least number of a layer's units for one thread.
-constexpr int64_t kUnitGrain = 4 * kRowBlock;
+// The units of a piece.
+constexpr int64_t kUnits = 4 * kRowBlock;
 
 template <typename T>
 class Layer {
@@ -54,10 +55,10 @@ class Layer {
   // A step on x [inputs, padded(batch)]; rows that are not active (null: all are) keep their state.
   // The new state also goes to h [batch, units], and c of an LSTM; pre-activations, if they are
   // wanted, to pre [batch, kPreActivations * units].
-  void step(const T* x, const bool* active, T* h, T* c, T* pre) {
+  void step(Team& team, const T* x, const bool* active, T* h, T* c, T* pre) {
     from_x_.take(x, width_, batch_);
     from_h_.take(h_.get(), width_, batch_);
-    torch::stable::parallel_for(0, units_, kUnitGrain, [&](int64_t begin, int64_t end) {
+    team.share(units_, kUnits, [&](int64_t begin, int64_t end, int64_t) {
       advance(begin, end);
       keep_ended(active, begin, end);
       untranspose(next_h_.get(), begin, end, h, units_);

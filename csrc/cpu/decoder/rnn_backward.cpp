@@ -3,6 +3,7 @@
 
 #include "common/cell_kind.h"
 #include "cpu/decoder/packed_matmul.h"
+#include "cpu/team.h"
 
 namespace accumext::cpu {
 namespace {
@@ -62,18 +63,18 @@ class Backward {
   }
 
   void run() {
-    for (int64_t step = steps_ - 1; step >= 0; --step) {
-      torch::stable::parallel_for(0, batch_, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t b = begin; b < end; ++b) through_cell(step, b);
-      });
-      to_h_.take((d_h_ != nullptr ? d_h_ : d_x_) + step * batch_ * to_h_.depth, batch_);
-      torch::stable::parallel_for(0, to_h_.panels, to_h_.grain(), [&](int64_t begin, int64_t end) {
-        to_h_.run(begin, end, product_.get());
-        const int64_t first = begin * kPanelColumns<T>;
-        const int64_t last = std::min(end * kPanelColumns<T>, units_);
-        for (int64_t b = 0; b < batch_; ++b) pass_on(step, b, first, last);
-      });
-    }
+    Team::gather(std::max(batch_, to_h_.panels), [&](Team& team) {
+      for (int64_t step = steps_ - 1; step >= 0; --step) {
+        team.share(batch_, 1, [&](int64_t b, int64_t, int64_t) { through_cell(step, b); });
+        to_h_.take((d_h_ != nullptr ? d_h_ : d_x_) + step * batch_ * to_h_.depth, batch_);
+        team.share(to_h_.panels, to_h_.grain(), [&](int64_t begin, int64_t end, int64_t) {
+          to_h_.run(begin, end, product_.get());
+          const int64_t first = begin * kPanelColumns<T>;
+          const int64_t last = std::min(end * kPanelColumns<T>, units_);
+          for (int64_t b = 0; b < batch_; ++b) pass_on(step, b, first, last);
+        });
+      }
+    });
   }
 
  private:
