@@ -63,12 +63,11 @@ class Team {
             .context = &run,
             .pieces = pieces};
     unfinished_.store(static_cast<int>(pieces), std::memory_order_relaxed);
-    ++jobs_;
     for (int64_t t = 0; t < threads(); ++t) {
-      const auto left = static_cast<uint64_t>(first_of(t + 1) - first_of(t));
-      shares_[t].left.store(jobs_ << 32 | left, std::memory_order_release);
+      shares_[t].left.store(first_of(t + 1) - first_of(t), std::memory_order_release);
     }
-    announce(static_cast<int>(jobs_ & kNumber));
+    jobs_ = (jobs_ + 1) & kMostJobs;
+    announce(jobs_);
     work(0);
     await(unfinished_, [](int left) { return left == 0; });
     if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
@@ -77,11 +76,10 @@ class Team {
  private:
   explicit Team(int64_t threads) : shares_(threads) {}
 
-  // Pieces of the present job that nobody has taken. The number of the job lies above their number,
-  // so that no thread can take a piece of one job for a piece of another; as long as a piece is
-  // taken and not finished, its job lasts.
+  // The number of a thread's pieces that nobody has taken. It is 0 while a job is set up, and a job
+  // lasts until each piece that was taken is finished; so whoever takes a piece can read the job.
   struct alignas(64) Share {
-    std::atomic<uint64_t> left{0};
+    std::atomic<int64_t> left{0};
   };
 
   struct Job {
@@ -96,11 +94,11 @@ class Team {
   void work(int64_t thread) {
     for (int64_t i = 0; i < threads(); ++i) {
       const int64_t of = (thread + i) % threads();
-      std::atomic<uint64_t>& left = shares_[of].left;
-      uint64_t seen = left.load(std::memory_order_acquire);
-      while (static_cast<uint32_t>(seen) > 0) {
+      std::atomic<int64_t>& left = shares_[of].left;
+      int64_t seen = left.load(std::memory_order_acquire);
+      while (seen > 0) {
         if (!left.compare_exchange_weak(seen, seen - 1, std::memory_order_acq_rel)) continue;
-        finish(first_of(of + 1) - static_cast<uint32_t>(seen), thread);
+        finish(first_of(of + 1) - seen, thread);
         seen = left.load(std::memory_order_acquire);
       }
     }
@@ -154,11 +152,11 @@ class Team {
   }
 
   static constexpr int kDismissed = -1;
-  static constexpr uint64_t kNumber = 0x7fffffff;
+  static constexpr int kMostJobs = 0x7fffffff;
 
   std::vector<Share> shares_;
   Job job_{};
-  uint64_t jobs_ = 0;
+  int jobs_ = 0;
   alignas(64) std::atomic<int> news_{0};  // the number of the last job
   alignas(64) std::atomic<int> unfinished_{0};
   std::mutex error_mutex_;
