@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from accumext.decoder import _operators
 from accumext.tensors.checks import check_first_order
 
 
@@ -88,7 +89,8 @@ class EmbeddingTable:
             # fp32 sums for half-precision weights: a frequent word adds thousands of small rows
             dtype = torch.promote_types(self.weight.dtype, torch.float32)
             total = self.weight.new_zeros(self.weight.shape, dtype=dtype)
-        return total.index_add_(0, tokens, gradient.to(total.dtype)).to(self.weight.dtype)
+        _operators.add_rows(total, tokens, None, gradient, None)
+        return total.to(self.weight.dtype)
 
 
 class _Anchor(torch.autograd.Function):

@@ -342,16 +342,16 @@ class FusedCrossEntropy:
             position, h, y, r, t, q = map(torch.cat, zip(*pending))
         gradients = self._gradients
         if len(gradients.hidden):
-            d_hidden = self._product(exps.t(), self.weight).mul_(r[:, None])
-            d_hidden.addcmul_(self.weight[y].to(self.dtype), t[:, None])
+            d_hidden = self._product(exps.t(), self.weight)
+            _operators.add_rows(gradients.hidden, position, r, d_hidden, None)
+            _operators.add_rows(gradients.hidden, position, t, self.weight, y)
             if self._uniform > 0:
-                d_hidden.addr_(q, self._colsum, alpha=-1)
-            gradients.hidden[position] = d_hidden
+                gradients.hidden[position] -= torch.outer(q, self._colsum)
         if gradients.weight is not None:
             h = h.to(self.weight.dtype).to(self.dtype)  # as for the logits
             overwrite = not self._weight_written
             _operators.add_matmul(gradients.weight, exps, h * r[:, None], overwrite)
-            gradients.weight.index_add_(0, y, h * t[:, None])
+            _operators.add_rows(gradients.weight, y, t, h, None)
             self._weight_written = True
             if self._uniform > 0:
                 _operators.add_matmul(self._smoothed[None], q[None], h, False)

@@ -208,6 +208,30 @@ def slices(size: int, length: int = SLICE) -> Iterator[slice]:
     return (slice(begin, begin + length) for begin in range(0, size, length))
 
 
+def add_rows_reference(
+    sums: Tensor, to: Tensor | None, factor: Tensor | None, rows: Tensor, source: Tensor | None
+) -> None:
+    rows = (rows if source is None else rows[source]).to(sums.dtype)
+    if factor is not None:
+        rows = rows * factor[:, None]
+    if to is None:
+        sums += rows
+    else:
+        sums.index_add_(0, to, rows)
+
+
+# sums[to[i]] += factor[i] * rows[source[i]], one i after the other, so that sums have the same bits
+# in every run. On a GPU torch's index_add_ adds rows of the same number in any order.
+add_rows = define_operator(
+    add_rows_reference,
+    "(Tensor(a!) sums, "  # [R, H], in the accumulation dtype, its rows dense
+    "Tensor? to, "  # int64 [M], in [0, R); None: all R = M rows in their order
+    "Tensor? factor, "  # [M], in the dtype of the sums; None: 1
+    "Tensor rows, "  # [Q, H], its rows dense
+    "Tensor? source) -> ()",  # int64 [M], in [0, Q); None: all Q = M rows in their order
+)
+
+
 def large_pages_reference(memory: Tensor) -> None:
     """Do nothing: PyTorch cannot ask for large pages."""
 

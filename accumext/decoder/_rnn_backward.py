@@ -268,7 +268,7 @@ class RnnBackward:
         if self._d_rows is not None:
             self._d_rows[span] += gradient.view_as(self._d_rows[span])
         elif self._d_table is not None:
-            self._d_table.index_add_(0, tokens, gradient)
+            _operators.add_rows(self._d_table, tokens, None, gradient, None)
 
     def table_gradient(self) -> Tensor | None:
         """Return the embedding's gradient; None if it was added to a main gradient."""
