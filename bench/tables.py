@@ -313,6 +313,15 @@ def programs() -> Lines:
     return markdown(("", "plain PyTorch", OURS, "times as fast"), *rows)
 
 
+def busy() -> Lines:
+    rows = []
+    for row in result("busy_cpu")["rows"]:
+        q1, ratio, q3 = row["ratio"]
+        seconds = (f"{1e3 * row[f'{when}, s']:,.0f}" for when in ("quiet", "busy"))
+        rows.append((f"{row['job']}, {row['way']}", *seconds, interval(Spread(q1, ratio, q3))))
+    return markdown(("ms", "quiet", "beside a busy process", "times as long"), *rows)
+
+
 # Shapes of bench/_window_jobs.py, in words.
 WINDOW_SHAPES = {
     (10**4, 10): "10 tensors of 1,000",
@@ -544,6 +553,7 @@ TABLES = {
     "generate": Table("loops_cpu", "bench/loops.py generate", LOOPS),
     "rollout": Table("loops_cpu", "bench/loops.py rollout", rollout),
     "programs": Table("programs_cpu", "bench/programs.py", programs),
+    "busy": Table("busy_cpu", "bench/busy.py", busy),
     "optimizers": Table("optimizers_cpu", "bench/optimizers.py", foreign_optimizers),
     "trainers": Table("trainers_cpu", "bench/trainers", partial(trainers, TRAINERS_STEPS)),
     "trainers, others": Table("trainers_cpu", "bench/trainers", trainers_others),

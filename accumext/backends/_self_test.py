@@ -368,4 +368,10 @@ def _cases_of_the_cpu() -> Iterator[Case]:
                 "overwrite": overwrite,
             }
             yield _product_case("add_matmul", operand, matmul)
+        rows = {
+            "sums": torch.randn(9, 33, dtype=sums), "to": torch.randint(9, [40]),
+            "factor": torch.randn(40, dtype=sums), "rows": _weight(operand, 9, 33),
+            "source": torch.randint(9, [40]),
+        }  # fmt: skip
+        yield _product_case("add_rows", operand, rows)
     yield Case("large_pages", {"memory": torch.empty(1 << 20)})

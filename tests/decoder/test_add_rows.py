@@ -24,8 +24,8 @@ def expected(sums, to, factor, rows, source):
 @pytest.mark.parametrize("named", ["to", "source", "both", "none"])
 @pytest.mark.parametrize("with_factor", [False, True], ids=["plain", "factor"])
 def test_rows_are_added_one_after_the_other(dtype, columns, named, with_factor):
-    # 20,000 rows make pieces of 16 columns. Products with thirds are rounded, and so are their sums,
-    # in each order otherwise.
+    # 20,000 rows make pieces of 16 columns. Products with thirds are rounded, and so are their
+    # sums, in each order otherwise.
     count = 20_000 if columns == 70 else 50
     to = torch.randint(40, (count,)) if named in ("to", "both") else None
     source = torch.randint(30, (count,)) if named in ("source", "both") else None
