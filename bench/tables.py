@@ -228,10 +228,10 @@ def loops(source: str, usual: str, ours: str, rows: dict[str, str]) -> Lines:
 
 
 def rollout() -> Lines:
-    ways, rows = contenders("loops_cpu", job="rollout"), []
+    ways, rows = contenders("rollout_cpu", job="rollout"), []
     for name, label in {
         "the loop": "the loop, with the graph of all steps",
-        OURS: "`rollout`, by default in segments of 72 steps",
+        OURS: "`rollout`, which keeps it, too",
         "accumext, checkpoint=32": "`checkpoint=32`",
         "accumext, checkpoint=16": "`checkpoint=16`",
         "accumext, memory_budget=3145728": "`memory_budget=3 * 2**20`",
@@ -551,7 +551,7 @@ TABLES = {
     "decoder times": Table(AVX512, f"{DECODER} --shape ...", decoder_times),
     "precision": Table(PRECISION[0], "bench/loops.py precision --threads 1", precision),
     "generate": Table("loops_cpu", "bench/loops.py generate", LOOPS),
-    "rollout": Table("loops_cpu", "bench/loops.py rollout", rollout),
+    "rollout": Table("rollout_cpu", "bench/loops.py rollout", rollout),
     "programs": Table("programs_cpu", "bench/programs.py", programs),
     "busy": Table("busy_cpu", "bench/busy.py", busy),
     "optimizers": Table("optimizers_cpu", "bench/optimizers.py", foreign_optimizers),

@@ -1,9 +1,10 @@
-"""`rollout`: the loss of any recurrence on its own output, with exact gradients, in the memory of
-its states."""
+"""`rollout`: the loss of any recurrence on its own output, with exact gradients, in the memory that
+is free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,8 +13,10 @@ from torch import Tensor
 
 from accumext.distributed import gathered_once
 from accumext.loops._checkpoint_plan import Plan, Sizes, choose_plan, least_budget
+from accumext.loops._kept_graph import KeptGraph
 from accumext.loops._recomputed_steps import RecomputedSteps
 from accumext.recurrence import (
+    OPEN_GATE,
     KeptState,
     Resets,
     State,
@@ -46,6 +49,7 @@ from accumext.tensors.checks import (
     type_name,
     zero_dim_loss,
 )
+from accumext.tensors.torch_private import saved_tensors_are_hooked
 
 OP = "rollout"
 
@@ -57,11 +61,13 @@ class RolloutOutput(NamedTuple):
         loss: 0-dim, differentiable.
         state: after the last step; detached if k2 is given.
         output: of the last step; detached if k2 is given; None if there are no steps.
+        recomputed: whether the backward pass runs steps again. If not, their graph is kept.
     """
 
     loss: Tensor
     state: State
     output: State
+    recomputed: bool
 
     def __repr__(self) -> str:
         return with_shapes(self)
@@ -89,19 +95,20 @@ def rollout(
 
     For forecasters, world models, simulators and recurrent policies: `output, state = step(input,
     state)`, and the next input is `feed(output, t)`. The gradient is that of the plain loop, back
-    through states and fed outputs. The graph keeps only the tensors of its last segment. The others
-    are computed again in the backward pass, a segment of steps at a time, from the states and
-    inputs between segments. `out.loss.backward()` gives all parameters that `step` uses, the state
-    and `start` their gradients as usual: hooks run once, and DistributedDataParallel communicates
-    once.
+    through states and fed outputs. The graph is kept if it takes at most a quarter of the free
+    memory. Otherwise it keeps only the tensors of its last segment, and the others are computed
+    again in the backward pass, a segment of steps at a time, from the states and inputs between
+    segments; `out.recomputed` says so. `out.loss.backward()` gives all parameters that `step` uses,
+    the state and `start` their gradients as usual: hooks run once, and DistributedDataParallel
+    communicates once.
 
     Args:
         step: `(input, state) -> (output, state)`; each a tensor or any nesting of tuples, lists,
-            dicts and dataclasses. It is called again in the backward pass, with the same random
-            numbers and under the same autocast. It must not write into its arguments. State that
-            it, `loss` and `feed` keep between calls is restored for that (docs/decoder.md, "Cells
-            that keep state of their own"). Other values that they read must not change until the
-            backward pass has run.
+            dicts and dataclasses. If steps run again, it is called in the backward pass, with the
+            same random numbers and under the same autocast. It must not write into its arguments.
+            State that it, `loss` and `feed` keep between calls is restored for that
+            (docs/decoder.md, "Cells that keep state of their own"). Other values that they read
+            must not change until the backward pass has run.
         state: the initial state. Gradients reach it.
         steps: the number of steps, T.
         loss: `(output, t) -> 0-dim loss` of step t = 0 .. T - 1.
@@ -117,11 +124,14 @@ def rollout(
         truncation: "fixed" by k1 and k2; "random" cuts the gradient between any two steps, for the
             whole batch, with probability 1 / k2, and otherwise weights it by 1 / (1 - 1 / k2), so
             that its expectation is the exact gradient (ARTBP).
-        checkpoint: steps of a segment; None chooses by `memory_budget`.
+        checkpoint: steps of a segment; all segments but the last run again. None chooses by
+            `memory_budget`.
         memory_budget: bytes for the checkpoints between segments and the graph of one segment. If
             it is small, fewer checkpoints are kept, and steps run again more than once (binomial
-            checkpointing). None: twice the memory of the states of all steps, and the graph of
-            sqrt(T) steps. With k1 < k2 the states at which windows begin are kept in addition.
+            checkpointing). None: a quarter of the free memory for the graph of all steps. If that
+            does not fit, or hooks for saved tensors are active, such as those of
+            torch.utils.checkpoint, it is twice the memory of the states of all steps, and the graph
+            of sqrt(T) steps. With k1 < k2 the states at which windows begin are kept in addition.
         reduction: "mean" over the steps, or "sum".
         batch_dim: dimension of the batch in the state's tensors, if there are `resets`, as in
             `decode_loss`; 0-dim tensors belong to all rows.
@@ -132,8 +142,9 @@ def rollout(
     Raises:
         ValueError: a value is wrong, such as k2 < k1 or a budget that not even a segment fits into.
         TypeError: a type is wrong.
-        RuntimeError: in the backward pass, if a parameter, an input or a state has changed since
-            the call. (A change of another tensor is detected only if autograd would save it.)
+        RuntimeError: in the backward pass, if a parameter, an input or a state that it reads has
+            changed since the call. (A change of another tensor is detected only if autograd would
+            save it.)
 
     Example:
         >>> cell, head, start = nn.GRUCell(3, 16), nn.Linear(16, 3), torch.zeros(8, 3)
@@ -170,7 +181,12 @@ def rollout(
     one_step = _OneStep(step, loss, feed, steps, gate, reset)
     starts = {begin for begin, _, _ in spans[1:]}
     kept = KeptState(OP, "step", (step, loss, feed))
-    running = RecomputedSteps(kept, one_step, steps, _device(state, start), plan, choose, starts)
+    kept_graph = None
+    if plan is None and memory_budget is None and not saved_tensors_are_hooked():
+        kept_graph = KeptGraph(sum(end - begin for begin, _, end in spans))
+    running = RecomputedSteps(
+        kept, one_step, steps, _device(state, start), plan, choose, starts, kept_graph
+    )
     carry: State = None
     total: Tensor | None = None
     with gathered_once(OP, step, loss, feed) as gathered:
@@ -186,7 +202,9 @@ def rollout(
         assert total is not None
         if gathered is not None:
             total = gathered.finish(total, tensors((output, last)))
-    return RolloutOutput(total / steps if reduction == "mean" else total, last, output)
+    if reduction == "mean":
+        total = total / steps
+    return RolloutOutput(total, last, output, running.recomputed)
 
 
 @dataclass(frozen=True)
@@ -230,7 +248,9 @@ class _OneStep:
 
     def __call__(self, t: int, carry: State, counted: bool) -> tuple[State, Tensor]:
         """Return the next (input, state), and the loss; after the last step (output, state)."""
-        given, state = self.gate.attach(t, self.gate.cut(t, carry))
+        if self.gate is not OPEN_GATE:
+            carry = self.gate.attach(t, self.gate.cut(t, carry))
+        given, state = carry
         if self.reset is not None:
             state = self.reset.apply(t, state)
         try:
@@ -243,7 +263,7 @@ class _OneStep:
         if not isinstance(result, tuple) or len(result) != 2:
             fail_type(OP, "step", "return (output, state)", type_name(result))
         output, state = result
-        with torch.set_grad_enabled(counted and torch.is_grad_enabled()):
+        with nullcontext() if counted else torch.no_grad():
             loss = self.loss(output, t)
         loss = zero_dim_loss(OP, "loss", loss)
         following = output
@@ -272,7 +292,7 @@ def _no_steps(state: State, start: State) -> RolloutOutput:
     zero = zero_dependency(given) if torch.is_grad_enabled() else None
     if zero is None:
         zero = torch.zeros((), device=device)
-    return RolloutOutput(zero, copy_nesting(state), None)
+    return RolloutOutput(zero, copy_nesting(state), None, False)
 
 
 def _check(args: Mapping[str, Any]) -> tuple[int, Truncation]:

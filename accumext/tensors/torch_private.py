@@ -117,6 +117,11 @@ def backward_runs() -> bool:
     return number != -1
 
 
+def saved_tensors_are_hooked() -> bool:
+    """Tell whether hooks take the tensors that autograd saves, such as torch.utils.checkpoint's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 # Whether the backward pass that runs now retains its graph.
 retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 

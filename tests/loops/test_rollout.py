@@ -6,8 +6,11 @@ import gc
 import itertools
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,8 +22,10 @@ from torch import Tensor, nn
 
 import accumext
 from accumext._peak_memory import peak_memory
+from accumext.loops import _kept_graph
 from accumext.recurrence import _truncation
 from accumext.recurrence._states import tensors
+from accumext.tensors.torch_private import saved_tensors_are_hooked
 
 EXACT = 1e-12  # relative, float64: two orders of summation of a few hundred terms
 BATCH, WIDTH, SIZE = 3, 2, 4
@@ -108,22 +113,33 @@ def plain(
     return (total / steps if reduction == "mean" else total), (outputs[-1], state)
 
 
+@contextmanager
+def free(bytes_: int | None) -> Iterator[None]:
+    """So much memory is free; None: as it is."""
+    kept = {"ALWAYS_KEPT": 0, "free_memory": lambda device: bytes_}
+    with nullcontext() if bytes_ is None else patch.multiple(_kept_graph, **kept):
+        yield
+
+
 @settings(deadline=None)
 @given(
     st.integers(1, 12), st.sampled_from(["mean", "sum"]), st.none() | st.integers(1, 12),
     st.none() | st.integers(1, 6), st.integers(0, 6), st.sampled_from([None, "tight", "wide"]),
-    st.booleans(),
+    st.booleans(), st.sampled_from([None, 0, 20_000, 100_000]),
 )  # fmt: skip
-def test_any_rollout_is_the_plain_loop(steps, reduction, checkpoint, k1, more, budget, reset):
+def test_any_rollout_is_the_plain_loop(steps, reduction, checkpoint, k1, more, budget, reset, left):
     world, k2 = World(), None if k1 is None else k1 + more
     resets = torch.rand(steps, BATCH) < 0.3 if reset else None
     loss, (output, state) = plain(world, steps, k1, k2, reduction, resets)
     expected = world.gradients(loss)
     bytes_ = {None: None, "tight": (checkpoint or 3) * 5000 + 30000, "wide": 10**7}[budget]
-    out = world.rollout(
-        steps, k1=k1, k2=k2, reduction=reduction, checkpoint=checkpoint, memory_budget=bytes_,
-        resets=resets,
-    )  # fmt: skip
+    with free(left):
+        out = world.rollout(
+            steps, k1=k1, k2=k2, reduction=reduction, checkpoint=checkpoint, memory_budget=bytes_,
+            resets=resets,
+        )  # fmt: skip
+    if checkpoint is None and budget is None and left is None:
+        assert not out.recomputed
     torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=EXACT)
     torch.testing.assert_close(
         tensors((out.output, out.state)), tensors((output, state)), rtol=EXACT, atol=EXACT
@@ -146,7 +162,7 @@ def test_dropout_is_replayed(steps, k1, more, checkpoint):
         world.masks = []
         torch.manual_seed(1)
         call = {} if k2 is None else {"k1": k1, "k2": k2}
-        out = world.rollout(steps, checkpoint=checkpoint, **call)
+        out = world.rollout(steps, checkpoint=None if checkpoint > 9 else checkpoint, **call)
         assert torch.equal(after, torch.rand(()))  # the generator is where the loop leaves it
         torch.testing.assert_close(out.loss, loss, rtol=EXACT, atol=EXACT)
         torch.manual_seed(99)
@@ -320,7 +336,8 @@ def test_all_is_freed_with_the_result():
 
 
 WAYS: list[dict[str, Any]] = [
-    {"checkpoint": 3}, {}, {"checkpoint": 3, "k2": 4}, {"checkpoint": 3, "k1": 2, "k2": 5},
+    {"checkpoint": 3}, {"memory_budget": 30_000}, {"checkpoint": 3, "k2": 4},
+    {"checkpoint": 3, "k1": 2, "k2": 5},
 ]  # fmt: skip
 
 
@@ -336,8 +353,6 @@ def test_what_has_changed_since_is_an_error(options):
         return (x * early).mean() if t < 3 else x.mean()
 
     for changed in (early, cell.bias_ih, cell.bias_hh, state):
-        if changed is early and "checkpoint" not in options:
-            continue  # then its graph is kept, and autograd itself says so
         out = accumext.rollout(
             (lambda x, h: (cell(x, x + h), h + 1)) if changed is state else step, state, 20,
             **{**options, **call} | ({"loss": loss} if changed is early else {}),
@@ -347,6 +362,28 @@ def test_what_has_changed_since_is_an_error(options):
         text = "rollout: parameters, inputs and states must be those of the forward pass until the backward pass has run"
         with pytest.raises(RuntimeError, match=rf"^{text}"):
             out.loss.backward()
+
+
+def test_a_kept_graph_and_what_has_changed_since():
+    """As in the plain loop: an error if the backward pass needs it, without effect if not."""
+    cell, step, call = gru()
+    expected = torch.autograd.grad(plain_gru(step, zeros(), 20, call)[0], [*cell.parameters()])
+    for name, parameter in cell.named_parameters():
+        out = accumext.rollout(step, zeros(), 20, **call)
+        assert not out.recomputed
+        with torch.no_grad():
+            before = parameter.clone()
+            parameter.add_(0.5)
+        if name.startswith("weight"):
+            with pytest.raises(
+                RuntimeError, match=r"modified by an inplace operation|must be those"
+            ):
+                out.loss.backward()
+        else:
+            found = torch.autograd.grad(out.loss, [*cell.parameters()])
+            assert relative_distance(found, expected) < EXACT
+        with torch.no_grad():
+            parameter.copy_(before)
 
 
 @pytest.mark.parametrize("options", WAYS[::3], ids=str)
@@ -479,7 +516,11 @@ def test_the_peak_is_that_of_states_and_a_segment():
     assert peak_memory(wide_rollout(checkpoint=STEPS)) == pytest.approx(STEPS * GRAPH, rel=0.1)
     peak = peak_memory(wide_rollout(checkpoint=16))
     assert peak - GRADIENTS < 1.15 * (STEPS * STATE + 16 * GRAPH)
-    assert peak_memory(wide_rollout()) - GRADIENTS < 1.15 * (2 * STEPS * STATE + 12 * GRAPH)
+
+
+def test_the_peak_is_that_of_twice_the_states_if_the_graph_does_not_fit():
+    with free(4 * 30 * GRAPH):
+        assert peak_memory(wide_rollout()) - GRADIENTS < 1.15 * (2 * STEPS * STATE + 12 * GRAPH)
 
 
 @pytest.mark.parametrize("graphs", [6, 30])
@@ -504,6 +545,121 @@ def test_what_a_segment_has_left_is_freed_before_the_next():
 
     # the last segment of the forward pass is not freed either; then two tensors a step
     assert peak_memory(run) < 3.5 * 32 * STATE
+
+
+# --- a graph that is kept ---------------------------------------------------------------------------
+
+
+def test_whether_steps_run_again():
+    _, step, call = gru(200)
+    run = partial(accumext.rollout, step, zeros(), 200, **call)
+    assert not run().recomputed
+    assert not run(checkpoint=200).recomputed
+    assert run(checkpoint=199).recomputed
+    assert run(memory_budget=10**8).recomputed  # the steps that are measured
+    assert not accumext.rollout(step, zeros(), 0, **call).recomputed
+    with torch.no_grad():
+        assert not run(checkpoint=2).recomputed
+    with free(0):
+        assert run().recomputed
+    with free(10**7):
+        assert not run().recomputed
+    with torch.autograd.graph.save_on_cpu():
+        assert run().recomputed
+
+
+def test_few_steps_are_measured():
+    """The others run without hooks, which would take time."""
+    _, step, call = gru(100)
+    hooked, calls = [], itertools.count()
+
+    def watched(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        if (at := next(calls)) is not None and saved_tensors_are_hooked():
+            hooked.append(at)
+        return step(x, h)
+
+    assert not accumext.rollout(watched, zeros(), 100, **call).recomputed
+    assert hooked == [0, 1, 2, 12, 13, 56, 57]
+
+
+@pytest.mark.parametrize("graphs", [0.9, 1.1])
+def test_a_graph_is_kept_if_it_takes_a_quarter_of_the_free_memory(graphs):
+    with free(int(4 * graphs * STEPS * GRAPH)):
+        peak = peak_memory(wide_rollout())
+    if graphs > 1:
+        assert peak == pytest.approx(STEPS * GRAPH, rel=0.1)
+    else:
+        assert peak < 0.7 * STEPS * GRAPH
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_a_graph_that_grows_stays_within_its_share(hidden):
+    """Each step attends to all states before it, in the state or in a list of its own."""
+    steps, width = 100, 32
+    mix = nn.Linear(width, width)
+    seen: list[Tensor] = []
+
+    def step(x: Tensor, cache: Tensor) -> tuple[Tensor, Tensor]:
+        if hidden:
+            seen.append(x)
+            cache = torch.stack(seen, 1)
+        else:
+            cache = torch.cat([cache, x[:, None]], 1)
+        x = torch.tanh(mix(F.scaled_dot_product_attention(x[:, None], cache, cache)[:, 0]))
+        return x, cache[:, :1] if hidden else cache
+
+    def run() -> list[Tensor]:
+        seen.clear()
+        mix.zero_grad()
+        torch.manual_seed(0)
+        start = torch.randn(8, width)
+        call = {"loss": lambda x, t: x.square().mean(), "start": start}
+        out = accumext.rollout(step, start[:, None], steps, **call)
+        out.loss.backward()
+        found.append((out.recomputed, mix.weight.grad.clone()))
+        return []
+
+    found: list[Any] = []
+    whole = peak_memory(run)  # about steps ** 2 / 2 states
+    with free(whole):  # a quarter of it is the share
+        peak = peak_memory(run)
+    assert [again for again, _ in found] == [False, True]
+    torch.testing.assert_close(found[1][1], found[0][1])
+    if not hidden:
+        assert peak < 0.8 * whole
+
+
+def test_inside_of_a_checkpoint_the_decision_does_not_depend_on_free_memory():
+    """torch.utils.checkpoint counts the tensors that are saved when it runs a function again."""
+    cell, step, call = gru()
+    run = lambda h: accumext.rollout(step, h, 20, **call).loss  # noqa: E731
+    expected = torch.autograd.grad(run(zeros()), [*cell.parameters()])
+    loss = torch.utils.checkpoint.checkpoint(run, zeros(), use_reentrant=False)
+    with free(0):
+        found = torch.autograd.grad(loss, [*cell.parameters()])
+    assert relative_distance(found, expected) < EXACT
+
+
+@pytest.mark.parametrize("inner", [None, 0])
+@pytest.mark.parametrize("outer", [None, 0])
+def test_a_rollout_inside_of_a_rollout(outer, inner):
+    cell, step, call = gru()
+    run = lambda h, **options: accumext.rollout(step, h, 20, **call, **options).loss  # noqa: E731
+
+    def steps(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        with free(inner):
+            x = torch.tanh(x + run(h))
+        return x, h / 2 + x
+
+    def of_plain(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        x = torch.tanh(x + plain_gru(step, h, 20, call)[0])
+        return x, h / 2 + x
+
+    loss, _ = plain_gru(of_plain, zeros(), 20, call)
+    expected = torch.autograd.grad(loss, [*cell.parameters()])
+    with free(outer):
+        loss = accumext.rollout(steps, zeros(), 20, **call).loss
+    assert relative_distance(torch.autograd.grad(loss, [*cell.parameters()]), expected) < EXACT
 
 
 # --- arguments ------------------------------------------------------------------------------------
