@@ -122,15 +122,21 @@ def predicted_peak(call: Call) -> int:
     # Of the whole call: tokens, inputs, targets, losses and masks, and the head's gradients.
     bias = model.head_bias is not None and model.head_bias.requires_grad
     head = vocabulary * size * (hidden * weight.requires_grad + bias) + count * hidden * size
-    always = count * (5 * 8 + size + 2) + head + states
+    drawn = 8 * tokens.feedback.samples + size * (call.objective.token_weight is not None)
+    always = count * (5 * 8 + size + 2 + drawn) + head + states
     # Of the forward pass: the workspace, logits, and what goes through the head. Soft targets of
     # all words add a teacher's logits, or its probabilities, to the logits.
     logits = 1 if soft is None or soft.indices is not None else 2
     passing = logits * vocabulary * plan.logit_rows * size + 3 * plan.rows * hidden * size
     # The cell's outputs, and the weight's rows of the targets, in the dtype of products as well.
     passing += 2 * plan.rows * hidden * product.itemsize * (product.itemsize < size)
+    if not plan.gradients_in_forward:  # all rows at once, their places, targets and factors
+        passing += count * (hidden * size + 5 * 8 + 2 * size)
     if rnn is not None and not tokens.free_running:
-        passing = max(passing + count * (8 + size), _known_inputs(call, rnn))  # indices; losses
+        read = 8 + size  # indices, losses
+        if tokens.within_length is not None:  # rows that count are copied, in case some do not
+            read += hidden * size + 2 * 8 + size + 1
+        passing = max(passing + count * read, _known_inputs(call, rnn))
     forward = vocabulary * plan.rows * model.dtypes.exps.itemsize + passing + kept
     forward += vocabulary * hidden * product.itemsize * (product != weight.dtype)
     returned = count * hidden * size * call.return_outputs  # of torch's modules, after the pass
@@ -215,22 +221,30 @@ def _callable_cell(call: Call) -> tuple[int, int, int]:
     # The call measures the graph of its first step without the embeddings that the step reads.
     read = tokens.batch * table.shape[1] * table.element_size()
     growth = (last.state - first.state) // max(1, tokens.steps - 1)
-    steps = kept_steps(call, first.graph - read, growth)
-    # The average over the steps whose graph is kept.
-    graph = last.graph - (last.graph - first.graph) * steps // max(1, 2 * tokens.steps)
-    kept, hidden = graph * steps, tokens.steps * tokens.batch * weight.shape[1]
+    with_graph = kept_spans(call, first.graph - read, growth)
+    steps = sum(end - begin for begin, end in with_graph)
+    # The graph of a step grows with the state, from the first step's to the last one's.
+    middles = sum((end - begin) * (begin + end) // 2 for begin, end in with_graph)
+    kept = steps * first.graph + (last.graph - first.graph) * middles // max(1, tokens.steps)
+    hidden = tokens.steps * tokens.batch * weight.shape[1]
+    ends = tokens.eos is not None or tokens.within_length is not None
+    # If all tokens are known, the head reads steps whose graph is kept at once: their places,
+    # tokens and losses.
+    at_once = longest if ends or growth else max(longest, steps)
+    rows = 0 if tokens.free_running else at_once * tokens.batch
+    read_at_once = rows * (3 * 8 + model.dtypes.accumulation.itemsize)
     between = (first.state + last.state) // 2 * ((tokens.steps - 1) // longest)
     spans = call.truncation.spans(tokens.steps)
     lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
     looked_up = table.shape[1] * table.element_size() * table.requires_grad  # bytes per lookup
     # The last segment is part of the kept graph, unless only the first step's is kept.
-    begin = between + last.alone + max(0, kept - graph * longest if steps > 1 else kept)
-    end = (lookups - longest * tokens.batch) * looked_up + last.alone + graph * (steps > 0)
+    begin = between + last.alone + max(0, kept - last.graph * longest if steps > 1 else kept)
+    end = (lookups - longest * tokens.batch) * looked_up + last.alone + first.graph * (steps > 0)
     sums = _table_size(model) - hidden
     joined = last.gradients + 2 * lookups * looked_up
     joined += sums * model.dtypes.accumulation.itemsize
     states = hidden * weight.element_size() + between
-    return states, kept, max(begin, end, joined) - states
+    return states, kept + read_at_once, max(begin, end, joined) - states
 
 
 def longest_segment(call: Call) -> int:
@@ -242,17 +256,17 @@ def longest_segment(call: Call) -> int:
     return max(1, min(SEGMENT, steps, period or SEGMENT))
 
 
-def kept_steps(call: Call, graph: int, growth: int) -> int:
-    """Return the number of steps whose graph `CallableSteps` keeps. It depends on the bytes of the
-    first step's graph, and on those that each step adds to the state."""
+def kept_spans(call: Call, graph: int, growth: int) -> list[tuple[int, int]]:
+    """Return the steps [begin, end) whose graph `CallableSteps` keeps. They depend on the bytes of
+    the first step's graph, and on those that each step adds to the state."""
     steps = call.tokens.steps
     if call.plan.bounded or len(call.truncation.spans(steps)) > 1:
-        return 0
-    return sum(
-        end - begin
+        return []
+    return [
+        (begin, end)
         for begin, end in segments_of(call.truncation, steps, measures=True)
         if begin == 0 or keeps_graph(steps - begin, graph, growth * (begin - 1))
-    )
+    ]
 
 
 def segment_memory(call: Call, longest: int) -> tuple[SegmentMemory, SegmentMemory]:

@@ -175,18 +175,16 @@ def rollout(
             fail_value(OP, "memory_budget", contract + "and what it starts from", memory_budget)
         return plan
 
-    plan = Plan(steps, None) if not builds_graph else None
+    plan = None if builds_graph else Plan(steps, None)
     if builds_graph and memory_budget is None and checkpoint is not None:
         plan = Plan(checkpoint, None)
     one_step = _OneStep(step, loss, feed, steps, gate, reset)
     starts = {begin for begin, _, _ in spans[1:]}
     kept = KeptState(OP, "step", (step, loss, feed))
-    kept_graph = None
-    if plan is None and memory_budget is None and not saved_tensors_are_hooked():
-        kept_graph = KeptGraph(sum(end - begin for begin, _, end in spans))
-    running = RecomputedSteps(
-        kept, one_step, steps, _device(state, start), plan, choose, starts, kept_graph
-    )
+    may_keep = plan is None and memory_budget is None and not saved_tensors_are_hooked()
+    graph = KeptGraph(sum(end - begin for begin, _, end in spans)) if may_keep else None
+    device = _device(state, start)
+    running = RecomputedSteps(kept, one_step, steps, device, plan, choose, starts, graph)
     carry: State = None
     total: Tensor | None = None
     with gathered_once(OP, step, loss, feed) as gathered:
@@ -202,8 +200,7 @@ def rollout(
         assert total is not None
         if gathered is not None:
             total = gathered.finish(total, tensors((output, last)))
-    if reduction == "mean":
-        total = total / steps
+    total = total / steps if reduction == "mean" else total
     return RolloutOutput(total, last, output, running.recomputed)
 
 

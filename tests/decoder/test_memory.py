@@ -62,6 +62,32 @@ def test_predicted_peak_where_gradients_go_straight_into_main_gradients(tied):
     assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"feedback": "teacher"},
+        {"feedback": "sample"},
+        {"feedback": "greedy", "reduction": "none"},
+        {"feedback": "greedy", "token_weight": torch.ones(120, 32)},
+        {"feedback": "teacher", "token_weight": torch.ones(120, 32)},
+        {"feedback": "teacher", "lengths": [120] * 32},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("called", [False, True], ids=["module", "function"])
+def test_predicted_peak_of_many_tokens_of_few_words(called, call):
+    """Their places, numbers and factors are as large as states and logits."""
+    embedding, cell, head = modules(30, 4, torch.float32, False)
+    parts = embedding, (lambda x, h: (cell(x, h),) * 2) if called else cell, head
+    call = {**call, "state": torch.zeros(32, 4)} if called else call
+    targets = torch.randint(30, (120, 32))
+    predicted = accumext.decode_memory(*parts, targets, **call)
+    for part in (embedding, cell, head):
+        part.zero_grad()
+    peak = peak_memory(lambda: accumext.decode_loss(*parts, targets, **call).loss.sum().backward())
+    assert predicted == pytest.approx(peak, rel=PREDICTION)
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_predicted_peak_of_the_pass_back_in_half_precision(kind, monkeypatch):
     """With as many rows at once as on a GPU, what its products read is rounded into new memory."""

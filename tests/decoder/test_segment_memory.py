@@ -181,14 +181,21 @@ def test_a_state_that_grows(steps, call):
     compare(Cached(), steps, (torch.zeros(BATCH, 0, SIZE),) * 2, **call)
 
 
+@pytest.mark.parametrize("limit", [2**20, 3 * 2**20])
+def test_a_state_that_grows_if_the_graphs_of_the_first_and_last_steps_are_kept(limit, monkeypatch):
+    """Which are small ones and large ones."""
+    monkeypatch.setattr(_plan, "KEPT_GRAPH", limit)
+    compare(Cached(), 140, (torch.zeros(BATCH, 0, SIZE),) * 2, memory_budget=None)
+
+
 @pytest.mark.parametrize(
     ("make", "limit"), [(gru_cell, 2**18), (gru_cell, 2**21), (Cached, 3 * 2**20), (Cached, 2**23)]
 )
 def test_as_many_steps_are_kept_as_in_the_call(make, limit, monkeypatch):
     """The graph of these steps is not made again, so that the cell is called once for each."""
-    found, predict, steps = [], _memory.kept_steps, 70
+    found, predict, steps = [], _memory.kept_spans, 70
     calls = itertools.count()  # which a replay does not put back
-    monkeypatch.setattr(_memory, "kept_steps", lambda *a: found.append(predict(*a)) or found[-1])
+    monkeypatch.setattr(_memory, "kept_spans", lambda *a: found.append(predict(*a)) or found[-1])
     monkeypatch.setattr(_plan, "KEPT_GRAPH", limit)
     cell, (embedding, head) = make(), parts()
 
@@ -203,7 +210,9 @@ def test_as_many_steps_are_kept_as_in_the_call(make, limit, monkeypatch):
     accumext.decode_memory(*given, feedback="greedy")
     before = next(calls)
     accumext.decode_loss(*given, feedback="greedy").loss.backward()
-    assert found == [2 * steps - (next(calls) - before - 1)]
+    (spans,) = found
+    kept = sum(end - begin for begin, end in spans)
+    assert kept == 2 * steps - (next(calls) - before - 1)
 
 
 def test_autocast_rounds_weights_once_and_keeps_them():

@@ -41,10 +41,15 @@ pytestmark = pytest.mark.usefixtures("few_steps_are_kept")
 
 
 # Each kind in both ways, and each option with some kinds: all look at a cell with the same code.
+# A rollout without options keeps its graph.
 IN_BOTH_WAYS = [
     (kind, *case)
     for index, kind in enumerate(KINDS)
-    for case in (WAYS[index % len(DECODED)], WAYS[len(DECODED) + index % len(ROLLOUTS)])
+    for case in (
+        WAYS[index % len(DECODED)],
+        WAYS[len(DECODED) + index % len(ROLLOUTS)],
+        ("rollout", {}),
+    )
 ]
 
 

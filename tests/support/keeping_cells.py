@@ -505,7 +505,7 @@ class World:
 
 
 DECODED: list[dict[str, Any]] = [{}, {"memory_budget": 4000}, {"lengths": [STEPS] * BATCH}]
-ROLLOUTS = [{}, {"checkpoint": 1}, {"checkpoint": 7}, {"memory_budget": 60000}]
+ROLLOUTS = [{"checkpoint": 4}, {"checkpoint": 1}, {"checkpoint": 7}, {"memory_budget": 60000}]
 WAYS = [("decoded", o) for o in DECODED] + [("rollout", o) for o in ROLLOUTS]
 ways = pytest.mark.parametrize(("way", "options"), WAYS, ids=str)
 
