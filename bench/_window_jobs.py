@@ -36,6 +36,16 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
     "AdamW foreach": lambda parameters: AdamW(parameters, foreach=True),
     "AdamW fused": lambda parameters: AdamW(parameters, fused=True),
 }
+# Whole training steps, back to back
+STEPS = 100
+STEP_OPTIMIZERS: dict[str, Callable[[Sequence[Tensor]], Optimizer]] = {
+    "SGD foreach": lambda parameters: SGD(parameters, lr=1e-3, foreach=True),
+    "AdamW fused": OPTIMIZERS["AdamW fused"],
+}
+STEP_SHAPES = {
+    "cpu": (Shape(20, 2), Shape(20_000, 2000)),
+    "cuda": (Shape(20, 2), Shape(10**4, 10), Shape(20_000, 2000), Shape(10**8, 200)),
+}
 MAX_NORM = 1.0  # less than any of these gradients has
 
 
@@ -127,6 +137,47 @@ def _contender(case: Case, loop: Callable[..., Callable[[], Any]]) -> Contender:
         return peak_memory(windows, case.device) / sum(p.nbytes for p in parameters)
 
     return Contender(run, UNKNOWN, outcome, sets)
+
+
+def step_jobs(shape: Shape, device: torch.device) -> Iterator[Job]:
+    """Yield jobs of many steps with a window of one, with a clip and without."""
+    for kind in STEP_OPTIMIZERS:
+        for max_norm in (None, MAX_NORM):
+            contenders = {
+                "by hand": _steps(shape, device, kind, max_norm),
+                "accumext": _steps(shape, device, kind, max_norm, "skip_window"),
+                'accumext, "step"': _steps(shape, device, kind, max_norm, "step"),
+            }
+            name = f"{STEPS} steps, {kind}, {'no clip' if max_norm is None else 'clip'}"
+            yield Job(name, shape, contenders, again=True)
+
+
+def _steps(
+    shape: Shape, device: torch.device, kind: str, max_norm: float | None, policy: Any = None
+) -> Contender:
+    parameters = [nn.Parameter(torch.zeros(size, device=device)) for size in shape.sizes()]
+    optimizer = STEP_OPTIMIZERS[kind](parameters)
+
+    def by_hand() -> None:
+        torch.cat(parameters).sum().backward()
+        if max_norm is not None:
+            clip_grad_norm_(parameters, max_norm, foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step = by_hand
+    if policy is not None:
+        opt = accumext.AccumulatingOptimizer(optimizer, max_norm=max_norm, on_nonfinite=policy)
+
+        def step() -> None:
+            opt.backward(torch.cat(parameters).sum())
+            opt.step()
+
+    def run() -> None:
+        for _ in range(STEPS):
+            step()
+
+    return Contender(run, UNKNOWN, lambda _: [torch.cat(parameters).detach()])
 
 
 # The loops. Each returns what runs a window.

@@ -9,7 +9,8 @@ timed; only those with "alone", "plain" or "unchecked" in their names do less th
 
 Windows, from the first forward pass to the step, have models of their own, and another table: the
 time over that of a loop by hand, and the peak of the memory that is taken besides parameters and
-optimizer state, activations included, in sets of gradients.
+optimizer state, activations included, in sets of gradients. Steps: 100 of a window of one, back to
+back on the wall, beside a loop by hand at its best.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from _report import COPY, LIMIT, MICROSECONDS, Figure, evaluate, figure_lines, t
 from _timing import Job, Patience, Shape, clock, measure
 from _window_jobs import QUICK_SHAPES as QUICK_WINDOW_SHAPES
 from _window_jobs import SHAPES as WINDOW_SHAPES
-from _window_jobs import window_jobs
+from _window_jobs import STEP_SHAPES, step_jobs, window_jobs
 
 # By which the figures know shapes.
 HUGE, LARGE, MEDIUM, MANY, TINY = "huge", "large", "medium", "many", "tiny"
@@ -81,6 +82,7 @@ JOBS: dict[str, Callable[..., Iterator[Job]]] = {
     "scale": scale_jobs,
     "round": round_jobs,
     "window": window_jobs,
+    "steps": step_jobs,
 }
 
 
@@ -128,11 +130,14 @@ def jobs(args: argparse.Namespace, device: torch.device) -> Iterator[Job]:
     """Yield the jobs called for; a tiny model is about the boundary alone."""
     for shape in args.shape or default_shapes(device, args.quick):
         for name in args.jobs:
-            if name != "window" and (shape.role != TINY or name == "boundary"):
+            if name not in ("window", "steps") and (shape.role != TINY or name == "boundary"):
                 yield from JOBS[name](shape, device)
     if "window" in args.jobs:
         for shape in args.shape or (QUICK_WINDOW_SHAPES if args.quick else WINDOW_SHAPES):
             yield from window_jobs(shape, device, args.quick)
+    if "steps" in args.jobs:
+        for shape in args.shape or STEP_SHAPES[device.type][: 1 if args.quick else None]:
+            yield from step_jobs(shape, device)
 
 
 def main() -> int:

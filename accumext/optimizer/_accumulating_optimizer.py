@@ -88,14 +88,15 @@ class AccumulatingOptimizer(OptimizerProxy):
             per window. None if there is none, or if it is called around this optimizer as usual.
         on_nonfinite: what an inf or NaN does. "skip_window": no step, the window empties.
             "skip_micro_batch": that micro-batch counts nowhere; no step if none is left. "raise":
-            RuntimeError with the names of the parameters, before the micro-batch is added. The
-            last two check a micro-batch before it is added, which costs a second set of gradients.
+            RuntimeError with the names of the parameters, before the micro-batch is added. These
+            two check a micro-batch before it is added, which costs a second set of gradients.
+            "step": nobody looks but a GradScaler, and the step is taken, as by stock PyTorch.
         reduction: "mean" or "sum" over the window, on all processes that it is summed over.
         process_group: group over which to sum each window, once; the gradients must not be
             synchronised already. `micro_batch(model)` does this for DistributedDataParallel.
         accumulate_in_backward: add every gradient of half precision, and free it, as soon as
             `backward` has made it, so that memory peaks at the sums and one layer's gradient. With
-            `on_nonfinite="skip_window"` alone.
+            `on_nonfinite` "skip_window" or "step".
         reduce_in_backward: sum the window over the processes while its last backward pass still
             runs, as DistributedDataParallel does. Each micro-batch then has one backward pass, on
             every process, and the window costs memory for a second set of sums.

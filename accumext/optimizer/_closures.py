@@ -134,6 +134,9 @@ class _Evaluation:
         if state.other_pass is not None:
             pass_over(self._op, engine, own=bool(there))
         found_inf = zero_flag(parameters[0].device)
+        if not engine.looks:
+            self._seen.append(torch.full_like(found_inf, torch.nan))
+            return value
         norm = global_norm(present(grads), norm_type=settings.norm_type, found_inf=found_inf)
         self._seen.append(norm)
         if bool(found_inf) and not self.watch.has_moved():

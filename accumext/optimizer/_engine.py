@@ -95,6 +95,7 @@ class Policy(NamedTuple):
     check: Callable[..., None] | None = None
     apart: bool = False  # a micro-batch is checked before it is added, in a second set of gradients
     leaves_out: bool = False  # one that is not finite counts nowhere
+    looks: bool = True  # else a step is left out only if a GradScaler has found an inf or NaN
 
 
 class Reducer(ABC):
@@ -273,6 +274,11 @@ class Engine:
             self.state.last.evidence = None
 
     # Parameters and sums
+
+    @property
+    def looks(self) -> bool:
+        """True if a step looks for inf and NaN: as its policy says, or for the scaler."""
+        return self.policy.looks or self.settings.scaler is not None
 
     def names(self) -> dict[Tensor, Name]:
         """Return names of parameters and masters, or indices if the optimizer has no names."""

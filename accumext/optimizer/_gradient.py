@@ -26,7 +26,7 @@ from accumext.tensors.kinds import (
     local_tensors,
     zero_flag,
 )
-from accumext.tensors.scalars import Scalar, divide, on_device, to_device
+from accumext.tensors.scalars import Scalar, as_tensor, divide, on_device, to_device
 
 _WIDE = {torch.float64, torch.complex128}
 UNDIVIDED: Scalar = 1.0  # this object: no divisor is left to the optimizer
@@ -123,6 +123,7 @@ def measure(
     sums: Operands,
     window: Window,
     settings: Settings,
+    looks: bool,  # for inf and NaN
     in_place: InPlace,
     stepped_on: Sequence[Tensor],
     fused: bool,  # whether the optimizer divides, and may be told by a device not to step
@@ -133,6 +134,9 @@ def measure(
     does not depend on the norm, and the same pass multiplies by it. Returns also the norm's dtype.
     """
     quotient, norm_type = window.ledger.quotient(settings.reduction), settings.norm_type
+    if settings.max_norm is None and not looks:
+        factors = StepFactors(math.nan, 1.0, quotient.value(), 0.0, 0.0)
+        return _unchecked(factors, window, fused, sums.device), sums.dtype
     norm, overflow, normalised = None, None, False
     plain = norm_type == 2.0 and sums.one_call and bool(sums.tensors)
     if window.norm is not None and norm_type == 2.0 and not sums.in_grad:
@@ -160,6 +164,8 @@ def measure(
             normalised=normalised,
             checks_norm=checks_norm,  # a norm that overflowed would make all gradients zero
         )
+        if not looks:
+            return _unchecked(factors, window, fused, sums.device), dtype
         if factors.inverse is not None and not fused:
             factors = factors._replace(skip=to_host(factors.skip))
         found, skip = factors.norm, factors.skip
@@ -176,6 +182,19 @@ def measure(
             scale = 1.0 if in_place.done else quotient.value()
             norm, overflow, dtype = *_rescaled(sums, scale, norm_type), torch.float64
         normalised, checks_norm = True, settings.max_norm is not None
+
+
+def _unchecked(
+    factors: StepFactors, window: Window, fused: bool, device: torch.device
+) -> StepFactors:
+    """Return the numbers of a step that only the flag of a GradScaler leaves out."""
+    factor, inverse, found_inf = factors.factor, factors.inverse, window.ledger.found_inf
+    if not on_device(factor) and math.isnan(factor):  # which operators refuse as a number
+        factor = as_tensor(factor, torch.float64, device)
+    if on_device(factor) and inverse is None:
+        inverse = torch.reciprocal(factor).float()
+    skip = found_inf if fused else to_host(found_inf)
+    return factors._replace(factor=factor, skip=skip, found_inf=found_inf, inverse=inverse)
 
 
 def to_host(flag: Scalar) -> Scalar:

@@ -128,4 +128,5 @@ POLICIES = {
         adding_if_finite, _out_of_grad_if_finite, counted=counted, apart=True, leaves_out=True
     ),
     "raise": Policy(adding_weighted, summed_out_of_grad, check=raise_nonfinite, apart=True),
+    "step": Policy(adding_weighted, summed_out_of_grad, looks=False),
 }

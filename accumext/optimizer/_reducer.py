@@ -18,7 +18,7 @@ from accumext.optimizer._sums import adding
 from accumext.optimizer._window import NO_WINDOW, Phase, Window
 from accumext.tensors import checks
 from accumext.tensors.checks import message
-from accumext.tensors.scalars import Scalar
+from accumext.tensors.scalars import Scalar, equals, on_device
 
 
 class Sending(NamedTuple):
@@ -98,7 +98,8 @@ class Shards(Reducer):
             return False
         self.collect(op, engine)
         window = engine.state.window
-        ledger = window.ledger._replace(weight=agreed.weight, found_inf=agreed.found_inf)
+        found_inf = _found_inf(engine, window.ledger, agreed)
+        ledger = window.ledger._replace(weight=agreed.weight, found_inf=found_inf)
         engine.update(window=window._replace(ledger=ledger))
         self._averaged = True
         self.agreed(agreed)
@@ -220,7 +221,7 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
             weight=agreed.weight,
             base_weight=1.0,
             base_scale=1.0,
-            found_inf=agreed.found_inf,
+            found_inf=_found_inf(engine, ledger, agreed),
             counted=None if ledger.counted is None else agreed.counted,
             of_all=agreed.counted,
         )
@@ -233,6 +234,12 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
         explain(error, op, "it was being summed over all processes")
         raise
     return True
+
+
+def _found_inf(engine: Engine, ledger: Ledger, agreed: Agreement) -> Scalar:
+    """Return the flag of all processes, unless nobody looks: that of a device may not be read."""
+    nobody = not engine.looks and equals(ledger.found_inf, 0.0)
+    return 0.0 if nobody and on_device(agreed.found_inf) else agreed.found_inf
 
 
 # Numbers and settings that must be equal on all processes

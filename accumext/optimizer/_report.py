@@ -26,7 +26,8 @@ class WindowReport:
     """The last closed window. Tensors stay on their device until they are looked at.
 
     Attributes:
-        total_norm: norm of the window's gradient before clipping (0-dim).
+        total_norm: norm of the window's gradient before clipping (0-dim); NaN if it was not
+            measured, with `on_nonfinite="step"` and without `max_norm` and a scaler.
         clip_coef: `min(1, max_norm / (total_norm + 1e-6))`, 1 without `max_norm` (0-dim).
         loss_scale: loss scale of the last micro-batch, 1 without a scaler (0-dim).
         weight: sum of the weights that entered the gradient (0-dim).

@@ -47,10 +47,9 @@ _TYPES = (
     ("reduce_in_backward", bool, "be a bool"),
 )
 
-# Values that other settings must have: if whole micro-batches are checked, if gradients are seen
+# Values that other settings must have: if whole micro-batches are checked, or gradients are seen
 # only when the window closes, and if a closure forms gradients that no window accumulates.
 _LOOKS_FIRST = {"accumulate_in_backward": False, "reduce_in_backward": False}
-_ONCE_PER_WINDOW = {"on_nonfinite": "skip_window", **_LOOKS_FIRST}
 _WITHOUT_WINDOW = {"window": 1, "max_norm": None, "scaler": None, "process_group": None}
 _NEEDS_CLOSURE = {**_LOOKS_FIRST, **_WITHOUT_WINDOW, "synchronize": "backward"}
 
@@ -89,17 +88,21 @@ def check_settings(optimizer: Optimizer, **given: Any) -> Settings:
 def _refuse_conflicts(settings: Settings, optimizer: Optimizer) -> None:
     """Raise for settings that conflict with each other, the optimizer or its parameters."""
     policy = settings.on_nonfinite
-    looks_first = policy != "skip_window"
+    looks_first = policy in ("skip_micro_batch", "raise")
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     apart = any(map(is_dtensor, parameters)) or len({p.device for p in parameters}) > 1
     if policy == "skip_micro_batch" and apart:  # one device must have all gradients to drop them
-        contract = "be 'skip_window' or 'raise' if parameters are sharded or on several devices"
+        contract = (
+            "be 'skip_window', 'raise' or 'step' if parameters are sharded or on several devices"
+        )
         checks.fail_value(OP, "on_nonfinite", contract, repr(policy))
     looks = f"on_nonfinite={policy!r}, which looks at whole micro-batches first"
+    once, window = settings.synchronize == "window", "synchronize='window'"
     closure = f"{type(optimizer).__name__}, which needs a closure"
     for applies, needed, reason, advice in (
         (looks_first, _LOOKS_FIRST, looks, None),
-        (settings.synchronize == "window", _ONCE_PER_WINDOW, "synchronize='window'", None),
+        (once and looks_first, {"on_nonfinite": "skip_window"}, window, None),
+        (once, _LOOKS_FIRST, window, None),
         (settings.needs_closure, _NEEDS_CLOSURE, closure, None),
         (has_own_gradients(optimizer), _WITHOUT_WINDOW, *PER_SAMPLE),
     ):

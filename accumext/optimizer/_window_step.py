@@ -21,7 +21,7 @@ from accumext.optimizer._step_watch import StepWatch
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import any_dtensor, nonfinite, versions
-from accumext.tensors.scalars import Scalar, as_tensor, equals
+from accumext.tensors.scalars import Scalar, as_tensor, equals, on_device
 from accumext.tensors.torch_private import TAKES_SCALE, not_compiled, set_grad_enabled
 
 
@@ -49,20 +49,19 @@ def _plan(
     in_place: InPlace,
 ) -> StepPlan:
     """Measure and form the gradient of the open window."""
-    settings, window = engine.settings, engine.state.window.of(parameters)
+    settings, looks, window = engine.settings, engine.looks, engine.state.window.of(parameters)
     sums = Operands.in_window(window, before)
     divides = getattr(engine.optimizer, TAKES_SCALE, False)
     fused = divides and not any_dtensor(sums.tensors)
-    factors, dtype = measure(sums, window, settings, in_place, stepped_on, fused, divides)
+    factors, dtype = measure(sums, window, settings, looks, in_place, stepped_on, fused, divides)
     grads, divisor, skip, found_inf = sums.grads, UNDIVIDED, factors.skip, factors.found_inf
-    known = factors.inverse is None or not fused  # the host knows whether to skip
-    if not known or not skip:
+    if on_device(skip) or not skip:
         grads, divisor, rounded = form(sums, factors, dtype, in_place, stepped_on, fused)
-        for norm in rounded:  # not finite: rounding to half precision has overflowed
+        for norm in rounded if looks else ():  # not finite: rounding has overflowed
             skip, found_inf = _or_nonfinite(norm, skip), _or_nonfinite(norm, found_inf)
         if rounded and not fused:
             skip = to_host(skip)
-    unknown, skips = (None, bool(skip)) if known else (skip, False)
+    unknown, skips = (skip, False) if on_device(skip) else (None, bool(skip))
     if skips and engine.policy.check is not None:
         names = named(_names_of(engine, parameters, sums, nonfinite(present(grads))))
         got = f"inf or NaN in {names}" if names else "a norm that is not"

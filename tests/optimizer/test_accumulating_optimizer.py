@@ -11,7 +11,7 @@ WEIGHTED_LOOPS = [oracle.one_call, oracle.accumulated, oracle.in_parts]
 LOOPS = [*WEIGHTED_LOOPS, oracle.own_backward, oracle.outer_scaler, oracle.outer_scaler_unscaled]
 
 
-@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch", "raise"])
+@pytest.mark.parametrize("on_nonfinite", ["skip_window", "skip_micro_batch", "raise", "step"])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize("window", [1, 4, 5])
 @pytest.mark.parametrize("loop", LOOPS)

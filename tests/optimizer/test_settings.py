@@ -7,7 +7,7 @@ from torch import nn
 
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
-POLICIES = "one of 'skip_window', 'skip_micro_batch', 'raise'"
+POLICIES = "one of 'skip_window', 'skip_micro_batch', 'raise', 'step'"
 SETTINGS = [
     ("window", 0, ValueError, "at least 1, got 0"),
     ("window", 2.0, TypeError, "an int, got float"),
@@ -83,6 +83,17 @@ def test_an_assigned_setting_is_in_force():
     assert parameter.tolist() == pytest.approx([-0.5] * 2, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("accumulate_in_backward", True), ("reduce_in_backward", True), ("synchronize", "window")],
+)
+def test_never_looking_goes_with_what_the_default_goes_with(name, value):
+    opt = wrapped(make_model(), on_nonfinite="step", **{name: value})
+    opt.on_nonfinite = "skip_window"
+    opt.on_nonfinite = "step"
+    assert opt.on_nonfinite == "step"
+
+
 def test_an_unknown_attribute_is_an_error_with_the_nearest_name():
     opt = wrapped(make_model())
     for name, near in (("max_nrom", "max_norm"), ("param_group", "param_groups")):
@@ -99,7 +110,7 @@ def test_an_unknown_attribute_is_an_error_with_the_nearest_name():
 
 def test_bad_micro_batches_are_dropped_on_one_device_only():
     parameters = [nn.Parameter(torch.zeros(1, device=device)) for device in ("cpu", "meta")]
-    text = f"{OP}: on_nonfinite must be 'skip_window' or 'raise' if parameters are sharded"
+    text = f"{OP}: on_nonfinite must be 'skip_window', 'raise' or 'step' if parameters are sharded"
     with pytest.raises(ValueError, match=says(text)):
         AccumulatingOptimizer(sgd(parameters), on_nonfinite="skip_micro_batch")
 

@@ -53,7 +53,7 @@ def test_a_closure_may_call_backward_with_a_weight(reduction, gradient):
     assert parameter.item() == -gradient - 1.0
 
 
-@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise"])
+@pytest.mark.parametrize("policy", ["skip_window", "skip_micro_batch", "raise", "step"])
 def test_a_closure_that_gives_no_finite_gradient(policy):
     parameter = oracle.scalar()
     opt = AccumulatingOptimizer(oracle.sgd([parameter], momentum=0.5), on_nonfinite=policy)
@@ -69,6 +69,12 @@ def test_a_closure_that_gives_no_finite_gradient(policy):
     if policy == "raise":
         with pytest.raises(RuntimeError, match="gradients must be finite"):
             opt.step(lambda: closure(INF))
+    elif policy == "step":
+        opt.step(lambda: closure(INF))
+        assert not opt.last.skipped
+        assert opt.last.nonfinite == []
+        assert parameter.item() == -INF
+        return
     else:
         opt.step(lambda: closure(INF))
         assert opt.last.skipped

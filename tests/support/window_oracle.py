@@ -214,7 +214,7 @@ class Oracle:
         finite = weight == 0.0 or all_finite(cells)
         window.micro_batches += 1
         window.scales.append(scale)
-        window.bad |= not finite
+        window.bad |= not finite and self.looks
         if not finite and self.settings.policy == "skip_micro_batch":
             return
         window.kept += 1
@@ -244,6 +244,10 @@ class Oracle:
         self.open.micro_batches = self.open.kept = 1
         self.open.in_grad = InGrad(weight, scale, list(cells) if mine else [])
         return True
+
+    @property
+    def looks(self) -> bool:
+        return self.settings.policy != "step" or self.settings.scaler == "own"
 
     def own_scale(self) -> float:
         return self.scale.value if self.settings.scaler == "own" else 1.0
@@ -320,7 +324,7 @@ class Oracle:
         if not any(cells):
             return True
         done = self.take_in(cells, 1.0, scale, stays=self.stays_in_grad())
-        if done and found_inf and self.settings.policy == "skip_window":
+        if done and found_inf and self.settings.policy in ("skip_window", "step"):
             self.open.bad = True
         return done
 
@@ -344,7 +348,8 @@ class Oracle:
         norm = p_norm([g for g in gradient if g is not None], settings.norm_type)
         coef = 1.0
         if settings.max_norm is not None:
-            coef = min(1.0, settings.max_norm / (norm + 1e-6))
+            coef = settings.max_norm / (norm + 1e-6)
+            coef = 1.0 if coef > 1.0 else coef  # NaN stays
         dropping = settings.policy == "skip_micro_batch"
         skip = window.kept == 0 if dropping else window.bad
         if settings.policy == "raise" if skip else fails == "pre":
@@ -359,6 +364,8 @@ class Oracle:
         if settings.scaler == "own":
             self.scale.update(window.bad or skip)
         kept = window.kept if dropping else window.micro_batches
+        if settings.max_norm is None and not self.looks:
+            norm = math.nan  # nobody has measured it
         self.last = Report(skip, kept, window.weight, window.scales, norm, coef)
         if in_grad is not None:
             self.knows_grads = not skip and settings.max_norm != 0.0
@@ -377,6 +384,10 @@ class Oracle:
         if in_grad is None:
             return self.open.sums[index]
         return None if cell is None else cell.value * (in_grad.weight / in_grad.scale)
+
+    def all_is_finite(self) -> bool:
+        sums = [s for s in self.open.sums if s is not None]
+        return all_finite(self.slots) and all(bool(s.isfinite().all()) for s in sums)
 
     def copied(self) -> None:
         """Become a copy: parameters come without `.grad`, the window whole, in its own memory."""
