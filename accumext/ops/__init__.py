@@ -407,6 +407,10 @@ def scale_(grads: Sequence[Tensor], factor: float | Tensor) -> None:
 SCALE: Callable[[Sequence[Tensor], float], None] = call_of_operator(_ops.scale_.scalar)
 
 
+# `total_norm` of valid operands times a float, `inv_scale`, in one call of C++.
+TOTAL_NORM: Callable[..., Tensor] = call_of_operator(_ops.total_norm.scalar)
+
+
 _define_overload(
     "copy_rounded_",
     "",

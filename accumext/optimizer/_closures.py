@@ -134,7 +134,7 @@ class _Evaluation:
         if state.other_pass is not None:
             pass_over(self._op, engine, own=bool(there))
         found_inf = zero_flag(parameters[0].device)
-        if not engine.looks:
+        if not engine.policy.looks:
             self._seen.append(torch.full_like(found_inf, torch.nan))
             return value
         norm = global_norm(present(grads), norm_type=settings.norm_type, found_inf=found_inf)
@@ -169,4 +169,4 @@ class _Evaluation:
         grads = grads_of(parameters)
         ours = list(map(is_, grads, window.sums)) if engine.state.in_grad else ()
         used = engine.state.consumed.after(grads, ours)
-        engine.update(window=NO_WINDOW, consumed=used, last=report, stepped=True, accumulated=False)
+        engine.update(window=NO_WINDOW, consumed=used, last=report, accumulated=False)

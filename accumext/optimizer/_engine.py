@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from accumext.master_weights import SteppedTensors
 from accumext.ops.wgrad_fusion import MainGrads
 from accumext.optimizer._grads import clear_grads, is_none, note_gone
-from accumext.optimizer._report import Name
+from accumext.optimizer._report import Name, WindowReport
 from accumext.optimizer._settings import OP, Settings
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
 from accumext.tensors.checks import message, users_level
@@ -167,6 +167,7 @@ class Engine:
         self.optimizer = optimizer  # the wrapped one
         self.tensors = target  # what it steps on
         self.state = State()
+        self.last_before: WindowReport | None = None  # the last report as `step` or `flush` began
         self.settings = settings
         self.policy = policy
         self.reducer = reducer
@@ -191,7 +192,6 @@ class Engine:
         state = State(  # copies come without `.grad`, and share no model's group
             window=window,
             last=self.state.last,
-            stepped=self.state.stepped,
             accumulated=self.state.accumulated,
             saved=window.ledger.micro_batches,  # the original is there to step on them
         )
@@ -276,9 +276,9 @@ class Engine:
     # Parameters and sums
 
     @property
-    def looks(self) -> bool:
-        """True if a step looks for inf and NaN: as its policy says, or for the scaler."""
-        return self.policy.looks or self.settings.scaler is not None
+    def stepped(self) -> bool:
+        """True if the last `step` or `flush` has closed a window."""
+        return self.state.last is not self.last_before
 
     def names(self) -> dict[Tensor, Name]:
         """Return names of parameters and masters, or indices if the optimizer has no names."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,11 +13,11 @@ from torch import Tensor
 from accumext import ops
 from accumext.ops.any_tensors import global_norm
 from accumext.optimizer._grads import is_none, present
-from accumext.optimizer._ledger import Quotient, StepFactors, step_factors
+from accumext.optimizer._ledger import Ledger, Quotient, StepFactors, step_factors
 from accumext.optimizer._settings import Settings
 from accumext.optimizer._sums import multiply, products
 from accumext.optimizer._window import Phase, Window
-from accumext.tensors import memory_overlap
+from accumext.tensors import memory_overlap, scalars
 from accumext.tensors.kinds import (
     coalesced,
     dtype_of,
@@ -26,7 +25,7 @@ from accumext.tensors.kinds import (
     local_tensors,
     zero_flag,
 )
-from accumext.tensors.scalars import Scalar, as_tensor, divide, on_device, to_device
+from accumext.tensors.scalars import Scalar, as_tensor, divide, equals, on_device, to_device
 
 _WIDE = {torch.float64, torch.complex128}
 UNDIVIDED: Scalar = 1.0  # this object: no divisor is left to the optimizer
@@ -75,7 +74,13 @@ class Operands(NamedTuple):
     in_grad: bool  # they are the user's tensors in `.grad`
     one_call: bool  # one operator call can take all of them
     device: torch.device
+    dtypes: list[torch.dtype]  # of `tensors`
     dtype: torch.dtype  # of their norm
+
+    @classmethod
+    def untouched(cls, in_grads: Sequence[Tensor | None]) -> Operands:
+        """Return gradients in `.grad` that no operator is to take."""
+        return cls(in_grads, (), True, False, torch.device("cpu"), [], torch.float32)
 
     @classmethod
     def in_window(cls, window: Window, in_grads: Sequence[Tensor | None]) -> Operands:
@@ -85,13 +90,13 @@ class Operands(NamedTuple):
         grads = in_grads if in_grad else window.sums
         tensors: Any = present(grads) if any(map(is_none, grads)) else grads
         device = tensors[0].device if tensors else torch.device("cpu")
-        wide = not _WIDE.isdisjoint(map(dtype_of, tensors))
-        dtype = torch.float64 if wide else torch.float32
+        dtypes = list(map(dtype_of, tensors))
+        dtype = torch.float32 if _WIDE.isdisjoint(dtypes) else torch.float64
         one_call = fit_one_call(tensors)
         if not one_call:  # norms of sparse gradients need entries of one index to be summed
             grads = [None if g is None else coalesced(g) for g in grads]
             tensors = present(grads)
-        return cls(grads, tensors, in_grad, one_call, device, dtype)
+        return cls(grads, tensors, in_grad, one_call, device, dtypes, dtype)
 
     def norm(self, norm_type: float, inv_scale: Scalar, found_inf: Tensor) -> Tensor:
         """Return the norm of the sums times a factor."""
@@ -102,7 +107,7 @@ class Operands(NamedTuple):
         """Return the indices of sums whose dtype is not that of the tensor that is stepped on, such
         as float32 sums of a bfloat16 parameter."""
         grads = self.grads
-        if self.tensors is grads and all(map(is_, map(dtype_of, grads), map(dtype_of, stepped_on))):
+        if self.tensors is grads and list(map(dtype_of, stepped_on)) == self.dtypes:
             return []
         pairs = enumerate(zip(grads, stepped_on, strict=True))
         return [i for i, (grad, p) in pairs if grad is not None and grad.dtype != p.dtype]
@@ -150,29 +155,25 @@ def measure(
     ):
         norm, overflow = _normalised(sums, quotient, norm_type, in_place if plain else None)
         normalised = True
+    elif settings.max_norm is None and (found := _if_finite(sums, window.ledger, quotient)):
+        return found, sums.dtype
     checks_norm = settings.max_norm is not None or (norm is not None and not normalised)
     dtype, retries = sums.dtype, 1 if normalised else 2
     while True:
         factors = step_factors(
-            window.ledger,
-            quotient,
-            settings.max_norm,
-            device=sums.device,
-            sums=sums.tensors,
-            norm=norm,
-            overflow=overflow,
-            normalised=normalised,
+            window.ledger, quotient, settings.max_norm, device=sums.device, sums=sums.tensors,
+            norm=norm, overflow=overflow, normalised=normalised,
             checks_norm=checks_norm,  # a norm that overflowed would make all gradients zero
-        )
+        )  # fmt: skip
         if not looks:
             return _unchecked(factors, window, fused, sums.device), dtype
         if factors.inverse is not None and not fused:
             factors = factors._replace(skip=to_host(factors.skip))
-        found, skip = factors.norm, factors.skip
+        total, skip = factors.norm, factors.skip
         if factors.inverse is not None and (on_device(skip) or not skip):
             return factors, dtype
         broken = overflow is not None and overflow  # an element is inf or NaN
-        if math.isfinite(found) or not retries or broken:
+        if math.isfinite(total) or not retries or broken:
             return factors, dtype
         # Powers of the elements may have overflowed: try again with a multiple of the gradient.
         retries -= 1
@@ -182,6 +183,18 @@ def measure(
             scale = 1.0 if in_place.done else quotient.value()
             norm, overflow, dtype = *_rescaled(sums, scale, norm_type), torch.float64
         normalised, checks_norm = True, settings.max_norm is not None
+
+
+def _if_finite(sums: Operands, ledger: Ledger, quotient: Quotient) -> StepFactors | None:
+    """Return the numbers of a step without a clip if the host knows them, and nothing stands
+    against the step: a finite norm tells that all elements are."""
+    if not scalars.on_host(sums.tensors[0]) or quotient.on_device:
+        return None
+    if ledger.counted is not None or not equals(ledger.found_inf, 0.0):
+        return None
+    norm, factor = ops.TOTAL_NORM(sums.tensors, inv_scale=1.0), quotient.value()
+    total = float(norm) * factor
+    return StepFactors(total, 1.0, factor, 0.0, 0.0) if math.isfinite(total) else None
 
 
 def _unchecked(
@@ -252,9 +265,12 @@ def form(
         The gradient as the optimizer is to see it, the divisor that the optimizer is to use, and
         the norms of gradients that were rounded to half precision.
     """
-    factor, casts = factors.factor, sums.casts(stepped_on)
+    factor = factors.factor
     one = factors.inverse is None and factor == 1.0
-    if in_place.done or (one and not casts):
+    if in_place.done or (one and sums.in_grad):  # as the bare optimizer finds it
+        return sums.grads, UNDIVIDED, ()
+    casts = sums.casts(stepped_on)
+    if one and not casts:
         return sums.grads, UNDIVIDED, ()
     # A fused kernel divides by a float32 and writes the quotients back.
     dense = sums.one_call or not any(grad.is_sparse for grad in sums.tensors)

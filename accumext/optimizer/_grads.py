@@ -73,12 +73,17 @@ class ConsumedGrads(NamedTuple):
         ours: Sequence[bool] = (),  # whether the wrapper's backward computed the step's gradient
     ) -> ConsumedGrads:
         """Return a record of these gradients as used, in place of any earlier record."""
-        weakly = [None if grad is None else ref(grad) for grad in grads]
-        known = [grad if mine else None for grad, mine in zip(grads, ours)]
-        buckets = (
-            dist.is_available() and dist.is_initialized() and any(map(is_view, present(known)))
-        )
-        return ConsumedGrads(weakly, versions(grads), ours, known if buckets else ())
+        there: Any = grads
+        if any(map(is_none, grads)):
+            seen = [None if grad is None else ref(grad) for grad in grads]
+        else:
+            seen = list(map(ref, there))
+        known: list[Tensor | None] = []
+        if dist.is_available() and dist.is_initialized():
+            known = [grad if mine else None for grad, mine in zip(grads, ours)]
+            if not any(map(is_view, present(known))):
+                known = []
+        return ConsumedGrads(seen, versions(grads), ours, known)
 
     def after_writes(
         self, grads: Sequence[Tensor | None], between: Sequence[int | None]
@@ -91,6 +96,12 @@ class ConsumedGrads(NamedTuple):
             for old, mid, now in rows
         ]
         return self._replace(versions=known)
+
+    def holds(self, grads: Sequence[Tensor | None]) -> bool:
+        """Tell whether all of these gradients are in the record, and none was written since."""
+        now = [None if seen is None else seen() for seen in self.seen]
+        same = len(now) == len(grads) and all(map(is_, now, grads))
+        return same and versions(grads) == self.versions
 
     def unchanged(self, grads: Sequence[Tensor | None]) -> list[bool]:
         """Tell which of these gradients are in the record, and were not written since."""

@@ -12,7 +12,7 @@ from accumext import ops
 from accumext.ops import reference
 from accumext.tensors import scalars
 from accumext.tensors.checks import Reduction
-from accumext.tensors.scalars import Scalar, as_tensor, equals, maximum, on_device, sent
+from accumext.tensors.scalars import Scalar, as_tensor, equals, maximum, sent
 
 _NOT_FOUND: Scalar = 0.0  # nobody has looked for an inf or NaN
 
@@ -123,12 +123,15 @@ class Quotient(NamedTuple):
 
     def value(self) -> Scalar:
         """Return the quotient as one number."""
+        if self.weight is None and self.base_scale is _UNSCALED:
+            return self.numerator
         return reference.window_quotient(*self)
 
     @property
     def on_device(self) -> bool:
         """True if only a device knows the value."""
-        return any(map(on_device, self))
+        numerator, weight, scale = self
+        return weight is not None or isinstance(numerator, Tensor) or isinstance(scale, Tensor)
 
 
 class StepFactors(NamedTuple):

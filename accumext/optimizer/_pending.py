@@ -10,7 +10,14 @@ from torch.optim import Optimizer
 
 from accumext.optimizer._accelerate import refuse_second_accumulation
 from accumext.optimizer._engine import LEAVING, Engine, others_of
-from accumext.optimizer._grads import ConsumedGrads, fresh, grad_of, grads_of, is_none
+from accumext.optimizer._grads import (
+    ConsumedGrads,
+    clear_grads,
+    fresh,
+    grad_of,
+    grads_of,
+    is_none,
+)
 from accumext.optimizer._ledger import Ledger
 from accumext.optimizer._other_passes import (
     ONE_FOR_EACH,
@@ -34,9 +41,13 @@ def clear_consumed(
 ) -> Sequence[Tensor | None]:
     """Remove from `.grad` the gradients that steps have used, except inside a micro-batch. Return
     the remaining ones: autograd adds to them, so they become part of the next micro-batch."""
-    grads = grads_of(parameters)
-    pending = fresh(parameters, engine.state.consumed, new=not inside)
-    if not inside:
+    grads, used = grads_of(parameters), engine.state.consumed
+    pending: Sequence[Tensor | None] = ()
+    if not inside and used.holds(grads):
+        clear_grads(parameters)
+    else:
+        pending = fresh(parameters, used, new=not inside)
+    if pending and not inside:
         for parameter, grad, mine in zip(parameters, grads, pending, strict=True):
             if mine is not grad:
                 parameter.grad = None

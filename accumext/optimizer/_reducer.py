@@ -238,7 +238,7 @@ def _sum_over_group(reducer: Reducer, op: str, engine: Engine, flushing: bool) -
 
 def _found_inf(engine: Engine, ledger: Ledger, agreed: Agreement) -> Scalar:
     """Return the flag of all processes, unless nobody looks: that of a device may not be read."""
-    nobody = not engine.looks and equals(ledger.found_inf, 0.0)
+    nobody = not engine.policy.looks and equals(ledger.found_inf, 0.0)
     return 0.0 if nobody and on_device(agreed.found_inf) else agreed.found_inf
 
 

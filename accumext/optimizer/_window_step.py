@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from operator import is_
@@ -17,11 +18,12 @@ from accumext.optimizer._grads import grad_of, grads_of, present, set_grads
 from accumext.optimizer._ledger import Ledger, Quotient, StepFactors, step_factors
 from accumext.optimizer._report import Name, WindowReport, named
 from accumext.optimizer._scaler import update
+from accumext.optimizer._settings import Settings
 from accumext.optimizer._step_watch import StepWatch
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
 from accumext.tensors.checks import message
 from accumext.tensors.kinds import any_dtensor, nonfinite, versions
-from accumext.tensors.scalars import Scalar, as_tensor, equals, on_device
+from accumext.tensors.scalars import Scalar, as_tensor, equals
 from accumext.tensors.torch_private import TAKES_SCALE, not_compiled, set_grad_enabled
 
 
@@ -49,25 +51,38 @@ def _plan(
     in_place: InPlace,
 ) -> StepPlan:
     """Measure and form the gradient of the open window."""
-    settings, looks, window = engine.settings, engine.looks, engine.state.window.of(parameters)
+    settings, window = engine.settings, engine.state.window.of(parameters)
+    looks = engine.policy.looks or settings.scaler is not None  # for inf and NaN
+    if not looks and window.phase is Phase.IN_GRAD and _is_bare(window, settings):
+        factors, sums = StepFactors(math.nan, 1.0, 1.0, 0.0, 0.0), Operands.untouched(before)
+        return StepPlan(
+            window, sums, factors, sums.dtype, before, UNDIVIDED, None, False, 0.0, False
+        )
     sums = Operands.in_window(window, before)
     divides = getattr(engine.optimizer, TAKES_SCALE, False)
     fused = divides and not any_dtensor(sums.tensors)
     factors, dtype = measure(sums, window, settings, looks, in_place, stepped_on, fused, divides)
     grads, divisor, skip, found_inf = sums.grads, UNDIVIDED, factors.skip, factors.found_inf
-    if on_device(skip) or not skip:
+    known = not isinstance(skip, Tensor)  # to the host
+    if not known or not skip:
         grads, divisor, rounded = form(sums, factors, dtype, in_place, stepped_on, fused)
         for norm in rounded if looks else ():  # not finite: rounding has overflowed
             skip, found_inf = _or_nonfinite(norm, skip), _or_nonfinite(norm, found_inf)
         if rounded and not fused:
             skip = to_host(skip)
-    unknown, skips = (skip, False) if on_device(skip) else (None, bool(skip))
+    unknown, skips = (None, bool(skip)) if known else (skip, False)
     if skips and engine.policy.check is not None:
         names = named(_names_of(engine, parameters, sums, nonfinite(present(grads))))
         got = f"inf or NaN in {names}" if names else "a norm that is not"
         advice = "Call opt.discard() to drop the window"
         raise RuntimeError(message(op, "the window's sum", "be finite", got, advice))
     return StepPlan(window, sums, factors, dtype, grads, divisor, unknown, skips, found_inf, fused)
+
+
+def _is_bare(window: Window, settings: Settings) -> bool:
+    """Tell whether the window's gradient is that in `.grad`, and no scaler has found an inf."""
+    quotient, found_inf = window.ledger.quotient(settings.reduction), window.ledger.found_inf
+    return settings.max_norm is None and equals(found_inf, 0.0) and equals(quotient.value(), 1.0)
 
 
 def _or_nonfinite(norm: Tensor, flag: Scalar) -> Scalar:
@@ -135,7 +150,7 @@ class _GuardedStep:
             used = used.after(grads_of(self._parameters), made)
         engine.update(
             window=NO_WINDOW, consumed=used, last=_report(engine, self._parameters, plan),
-            stepped=True, accumulated=False,
+            accumulated=False,
         )  # fmt: skip
         self._closed = engine.state
         if engine.reducer.sharded:

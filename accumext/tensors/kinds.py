@@ -15,6 +15,7 @@ from accumext.tensors.torch_private import local_part, sparse_values, write_coun
 Group: TypeAlias = "dist.ProcessGroup"
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+_COMPLEX = {torch.complex32, torch.complex64, torch.complex128}
 
 is_sparse = attrgetter("is_sparse")
 dtype_of = attrgetter("dtype")
@@ -76,7 +77,7 @@ def fit_one_call(tensors: Collection[Tensor]) -> bool:
     return (
         set(map(type, tensors)) <= {Tensor}
         and not any(map(is_sparse, tensors))
-        and not any(map(Tensor.is_complex, tensors))
+        and _COMPLEX.isdisjoint(map(dtype_of, tensors))
         and len(set(map(Tensor.get_device, tensors))) <= 1
     )
 
