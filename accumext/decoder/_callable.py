@@ -16,8 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accumext.decoder import _operators
-from accumext.decoder._callable_heads import HeadOfSteps, called_head_losses, called_logits, reduced
-from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
+from accumext.decoder._callable_heads import (
+    HeadOfSteps,
+    called_head_losses,
+    called_logits,
+    fused_head,
+    reduced,
+)
 from accumext.decoder._model import OP, parameters_of
 from accumext.decoder._plan import SEGMENT, keeps_graph
 from accumext.decoder._precision import no_grad_no_autocast
@@ -56,7 +61,7 @@ def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decode
     differentiable = differentiable or model.called_head is not None
     anchor, head, takes = model.table.anchor(), None, None
     if model.called_head is None:
-        head = _fused_head(transcript, differentiable)
+        head = fused_head(transcript, differentiable)
         takes = HeadOfSteps(transcript, head)
     builds_graph = grad_enabled and differentiable
     steps = CallableSteps(transcript, takes, anchor, model.context, builds_graph, return_outputs)
@@ -82,17 +87,6 @@ def decode_with_callable(transcript: Transcript, return_outputs: bool) -> Decode
             saved, value, model.head_weight, model.head_bias, anchor, *(s.hidden for s in segments)
         )
     return Decoded(loss, last, lengths, outputs, extras)
-
-
-def _fused_head(transcript: Transcript, differentiable: bool) -> FusedCrossEntropy:
-    """Return the head, which forms its gradients in the forward pass if the plan says so."""
-    model, plan, size = transcript.model, transcript.plan, transcript.losses.numel()
-    needs = None
-    if torch.is_grad_enabled() and plan.gradients_in_forward:
-        bias_grad = model.head_bias is not None and model.head_bias.requires_grad
-        needs = NeedsGrad(differentiable, model.head_weight.requires_grad, bias_grad)
-    with no_grad_no_autocast(transcript.losses.device):
-        return FusedCrossEntropy(model, transcript.objective, plan, size, needs)
 
 
 class Segment(NamedTuple):

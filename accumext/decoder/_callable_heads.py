@@ -13,13 +13,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from accumext.decoder import _operators
-from accumext.decoder._fused_cross_entropy import FusedCrossEntropy
+from accumext.decoder._fused_cross_entropy import FusedCrossEntropy, NeedsGrad
 from accumext.decoder._model import OP, Model
 from accumext.decoder._objective import Objective
 from accumext.decoder._precision import no_autocast, no_grad_no_autocast
 from accumext.decoder._transcript import Transcript
 from accumext.recurrence import sample
 from accumext.tensors.checks import fail_type, fail_value, type_name
+
+
+def fused_head(transcript: Transcript, differentiable: bool) -> FusedCrossEntropy:
+    """Return the head, which forms its gradients in the forward pass if the plan says so."""
+    model, plan, size = transcript.model, transcript.plan, transcript.losses.numel()
+    needs = None
+    if torch.is_grad_enabled() and plan.gradients_in_forward:
+        bias_grad = model.head_bias is not None and model.head_bias.requires_grad
+        needs = NeedsGrad(differentiable, model.head_weight.requires_grad, bias_grad)
+    with no_grad_no_autocast(transcript.losses.device):
+        return FusedCrossEntropy(model, transcript.objective, plan, size, needs)
 
 
 class HeadOfSteps:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from accumext.decoder._call import call_from, steps_first
 from accumext.decoder._callable import decode_with_callable
+from accumext.decoder._known_inputs import decode_at_once
 from accumext.decoder._model import OP
 from accumext.decoder._observations import rows_of
 from accumext.decoder._rnn_backward import decode_with_rnn
@@ -105,7 +106,8 @@ def decode_loss(
     logsumexp**2` per counted token, and the next input is the target or the prediction. The logits
     of a few steps at a time are turned into gradients and overwritten. Only the cell's states and
     outputs, T x B x H each, and the tokens grow with T. (Without a `memory_budget`, the cell's
-    intermediate results are kept as well, up to the size of the workspace or 16 MiB.)
+    intermediate results are kept as well, up to the size of the workspace or 16 MiB; all of them if
+    cuDNN runs steps whose inputs are known.)
     `out.loss.backward()` gives every parameter, the state and the context the gradient that plain
     autograd would give on the same tokens.
 
@@ -236,6 +238,8 @@ def decode_loss(
             model.table.renormalise(transcript.padded(slice(None), tokens.feedback.teacher))
         if transcript.losses.numel() == 0:
             decoded = _decode_nothing(transcript, return_outputs)
+        elif model.rnn is not None and call.at_once:
+            decoded = decode_at_once(transcript, model.rnn, return_outputs)
         elif model.rnn is not None:
             decoded = decode_with_rnn(transcript, model.rnn, return_outputs)
         else:

@@ -67,7 +67,7 @@ def plan_from(
     dtypes: Dtypes,
     free_running: bool,
     gradients_in_forward: bool,
-    rnn: RnnWeights | None,  # None: the cell is called
+    rnn: RnnWeights | None,  # None: torch runs the cell, which is called
 ) -> Plan:
     """Check the memory budget, and return the sizes of a call of this shape."""
     steps, batch = shape

@@ -37,7 +37,7 @@ class Transcript:
     """
 
     def __init__(self, call: Call) -> None:
-        model, tokens, objective, truncation, plan, _ = call
+        model, tokens, objective, truncation, plan, *_ = call
         self.model, self.tokens, self.objective = model, tokens, objective
         self.truncation, self.plan = truncation, plan
         self.source = tokens.feedback.drawn()
