@@ -46,6 +46,10 @@ INPUT_ROWS = {"cpu": 512, "cuda": 2048}
 BACKWARD_UNITS = {GRU: 10, LSTM: 8, RNN_TANH: 1, RNN_RELU: 1}
 GRADIENT_UNITS = {GRU: 6, LSTM: 4, RNN_TANH: 1, RNN_RELU: 1}
 
+# Units per row and gate that cuDNN reserves in a layer for its backward pass, beside two: by the
+# peaks of nn.LSTM and nn.GRU on an H100 (bench/results/loops_h100.json).
+CUDNN_UNITS = 3
+
 # A cell that does not run without data is counted as a GRU in plain PyTorch: the number of [B, H]
 # tensors that the graph of one step keeps, as measured, and of gates if its weights are not known.
 GRAPH, GATES = 10, 3
@@ -117,7 +121,10 @@ def predicted_peak(call: Call) -> int:
     weight, product, soft = model.head_weight, model.dtypes.product, call.objective.soft
     size, count = model.dtypes.accumulation.itemsize, tokens.steps * tokens.batch
     vocabulary, hidden = weight.shape
-    states, kept, backward = _callable_cell(call) if rnn is None else _torch_cell(call, rnn)
+    if rnn is None:
+        states, kept, backward = _callable_cell(call)
+    else:
+        states, kept, backward = (_cell_at_once if call.at_once else _torch_cell)(call, rnn)
 
     # Of the whole call: tokens, inputs, targets, losses and masks, and the head's gradients.
     bias = model.head_bias is not None and model.head_bias.requires_grad
@@ -132,7 +139,7 @@ def predicted_peak(call: Call) -> int:
     passing += 2 * plan.rows * hidden * product.itemsize * (product.itemsize < size)
     if not plan.gradients_in_forward:  # all rows at once, their places, targets and factors
         passing += count * (hidden * size + 5 * 8 + 2 * size)
-    if rnn is not None and not tokens.free_running:
+    if rnn is not None and not tokens.free_running and not call.at_once:
         read = 8 + size  # indices, losses
         if tokens.within_length is not None:  # rows that count are copied, in case some do not
             read += hidden * size + 2 * 8 + size + 1
@@ -179,6 +186,28 @@ def _torch_cell(call: Call, rnn: RnnWeights) -> tuple[int, int, int]:
     final = model.head_weight.numel() * model.head_weight.requires_grad + trained
     final = (final * rounded_size + sum(w.nbytes for w in given)) * (rounded_size < size)
     return states, 0, trained * size + left + max(steps * tokens.batch * row * size, final)
+
+
+def _cell_at_once(call: Call, rnn: RnnWeights) -> tuple[int, int, int]:
+    """Return what `_callable_cell` returns, of a module whose steps cuDNN runs at once."""
+    model, count, table = call.model, call.tokens.steps * call.tokens.batch, call.model.table.weight
+    (width, units), product = (table.shape[1], rnn.units), model.dtypes.product
+    narrow = product.itemsize * (product.itemsize < model.dtypes.accumulation.itemsize)
+    # Inputs, outputs and what cuDNN reserves; with dropout, what it keeps and their masks as well.
+    row = (width + units + rnn.layers * units * (CUDNN_UNITS * rnn.gates + 2)) * product.itemsize
+    dropped = width * (model.embedding_dropout > 0) + units * (model.output_dropout > 0)
+    row += dropped * (product.itemsize + 1)
+    copied = product != table.dtype or not rnn.stacked
+    weights = sum(w.numel() for w in rnn.given)
+    states = count * row + weights * product.itemsize * copied
+    # Gradients of weights, outputs and looked-up rows; then of the rows, twice, and the table.
+    gradients = sum(w.nbytes for w in rnn.given) + count * width * table.element_size()
+    through = gradients + count * (width + units) * narrow + weights * narrow
+    trained, size = _table_size(model), model.dtypes.accumulation.itemsize
+    rounded = table.element_size() * (table.element_size() < size)
+    joined = gradients + count * width * table.element_size() + trained * (size + rounded)
+    joined += model.head_weight.numel() * model.head_weight.requires_grad * rounded
+    return states, 0, max(through, joined - states)
 
 
 def _table_size(model: Model) -> int:
