@@ -75,6 +75,10 @@ def modes() -> Iterator[tuple[str, Case]]:
         yield f"greedy, all logits below 0, B={batch}", Case(GREEDY, batch=batch, bias=-50.0)
     for name, mode in MODES.items():
         yield name, Case(mode)
+    # Known inputs by cuDNN, and with a budget by the steps of the operators.
+    for cell, layers in (("gru", 0), ("lstm", 2)):
+        for name, mode in (("cuDNN", TEACHER), ("operators", TEACHER | {"memory_budget": 2**28})):
+            yield f"teacher by {name}, {cell}", Case(mode, cell, layers, size=96, steps=30)
 
 
 def others(quick: bool) -> Iterator[tuple[str, Case]]:
@@ -135,6 +139,7 @@ def remembered() -> Iterator[tuple[str, Case]]:
     yield "greedy", Case(GREEDY, vocabulary=20_000, size=128, batch=32, steps=64)
     yield "teacher", Case(TEACHER, vocabulary=20_000, size=128, batch=32, steps=64)
     yield "greedy, states", Case(GREEDY, layers=2, size=256, batch=32, steps=128)
+    yield "teacher, GRU", Case(TEACHER, layers=1, size=256, batch=32, steps=128)
     yield "teacher, inputs", Case(TEACHER, "lstm", layers=2, size=256, batch=32, steps=128)
 
 
