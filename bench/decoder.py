@@ -89,7 +89,10 @@ QUICK_MEMORY_SHAPES = (
     Shape(16, 4, 2003, 16, SHORTER),
     Shape(64, 4, 2003, 16, LONGER),
 )
-GRID = [(32, 128, 512), (8, 16, 32, 64), (10_000, 50_000, 128_000), (256, 512, 1024)]
+GRID = {  # steps, rows, vocabulary, embedding and state; on a GPU, large batches
+    "cpu": [(32, 128, 512), (8, 16, 32, 64), (10_000, 50_000, 128_000), (256, 512, 1024)],
+    "cuda": [(64,), (64, 128, 256, 512), (8_000, 32_000, 128_000), (512, 1024)],
+}
 
 # Ways that no figure is about are measured in the first shape, and if --shape asks for it: the
 # large shapes take most of the time that a run has.
@@ -180,7 +183,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     """Yield the cases to be measured, the smallest first."""
     chosen: list[Shape] = args.shape or []
     if args.full:
-        grid = [Shape(t, b, v, h) for t, b, v, h in itertools.product(*GRID)]
+        grid = [Shape(t, b, v, h) for t, b, v, h in itertools.product(*GRID[args.device])]
         chosen = [*chosen, *sorted(grid, key=lambda shape: shape.logits * shape.size)]
     timed = chosen or (QUICK_SHAPES if args.quick else SHAPES)[args.device]
     for shape in timed:
@@ -230,7 +233,7 @@ def arguments() -> argparse.Namespace:
         "--way", action="append", metavar="NAME", help="as in the tables; may be given again"
     )
     parser.add_argument(
-        "--full", action="store_true", help="all shapes of the grid: hours on a CPU"
+        "--full", action="store_true", help="all shapes of the device's grid: hours on a CPU"
     )
     args = parser.parse_args()
     args.dtype = getattr(torch, args.dtype) if args.dtype else PROMISED[args.device][1]

@@ -19,8 +19,10 @@ gradients that it leaves.
 - function: an nn.GRUCell in a function, alone or with dot-product attention over a memory, on its
   own argmax and on known tokens, beside the loop that calls it and the head step by step. The
   vocabularies are small: what a step costs beside its arithmetic shows.
-- known: nn.LSTM with one layer and with two on known tokens at many sizes, minutes on a CPU: only
-  if it is asked for.
+- known: nn.LSTM with one layer and with two on known tokens at many sizes, under bfloat16 autocast
+  as well where the device multiplies that faster; minutes on a CPU: only if it is asked for.
+  Here and in "teacher", steps run by torch's function and by accumext's operators, both measured:
+  "the other steps" are those that accumext does not choose.
 - precision: accumext alone, a GRU in half precision and under autocast beside itself in float32, by
   the rows of a batch: only if it is asked for.
 """
@@ -29,6 +31,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -44,8 +47,11 @@ from torch import Tensor, nn
 
 import accumext
 from accumext._peak_memory import peak_memory
+from accumext.decoder import _call
+from accumext.tensors.torch_private import cpu_multiplies_bfloat16
 
 OURS = "accumext"
+OTHER = f"{OURS}, the other steps"
 
 
 class Job(NamedTuple):
@@ -230,12 +236,15 @@ KNOWN = (  # steps, rows, embedding and state, vocabulary
 
 def known_jobs(device: torch.device, quick: bool) -> Iterator[Job]:
     """Yield jobs of known tokens at many sizes."""
+    bfloat16 = device.type == "cuda" or cpu_multiplies_bfloat16()
     for steps, batch, size, words in ((6, 3, 16, 97),) if quick else KNOWN:
         embedding, head = nn.Embedding(words, size).to(device), nn.Linear(size, words).to(device)
         tokens = torch.randint(words, (steps + 1, batch), device=device)
-        for layers in (1, 2):
-            name = f"known, {steps}, {batch}, {size}, {words}, {layers}"
-            job = module_job(name, embedding, nn.LSTM(size, size, layers).to(device), head, tokens)
+        for layers, autocast in itertools.product((1, 2), (False, True)[: 1 + bfloat16]):
+            name = "known in bfloat16" if autocast else "known"
+            name = f"{name}, {steps}, {batch}, {size}, {words}, {layers}"
+            module = nn.LSTM(size, size, layers).to(device)
+            job = module_job(name, embedding, module, head, tokens, autocast)
             logits = steps * batch * words  # seconds or milliseconds
             repetitions = 2 if logits > 1e8 else 3 if logits > 3e7 else 5 if logits > 1e6 else 101
             yield job._replace(repetitions=repetitions)
@@ -278,29 +287,46 @@ def _in_precision(
 
 
 def module_job(
-    name: str, embedding: nn.Module, module: nn.Module, head: nn.Linear, tokens: Tensor
-) -> Job:
+    name: str, embedding: nn.Module, module: nn.Module, head: nn.Linear, tokens: Tensor,
+    autocast: bool = False,
+) -> Job:  # fmt: skip
     """Return the job of a recurrent module of torch on known tokens [T + 1, B]."""
     modules, inputs, targets = (embedding, module, head), tokens[:-1], tokens[1:]
+    precision = functools.partial(torch.autocast, tokens.device.type, torch.bfloat16, autocast)
 
     def ours() -> Sequence[Tensor]:
-        out = accumext.decode_loss(*modules, targets, start=inputs[0], feedback="teacher")
+        with precision():
+            out = accumext.decode_loss(*modules, targets, start=inputs[0], feedback="teacher")
         return _differentiated(out.loss, *modules)
 
+    def other() -> Sequence[Tensor]:
+        chosen = _call.torch_is_faster
+        _call.torch_is_faster = lambda *call: not chosen(*call)
+        try:
+            return ours()
+        finally:
+            _call.torch_is_faster = chosen
+
     def plain() -> Sequence[Tensor]:
-        logits = head(module(embedding(inputs))[0])
-        return _differentiated(F.cross_entropy(logits.flatten(0, 1), targets.flatten()), *modules)
+        with precision():
+            logits = head(module(embedding(inputs))[0])
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return _differentiated(loss, *modules)
 
     def fused() -> Sequence[Tensor]:
-        hidden = module(embedding(inputs))[0].flatten(0, 1)
-        loss = F.linear_cross_entropy(hidden, head.weight, targets.flatten(), linear_bias=head.bias)
+        with precision():
+            hidden = module(embedding(inputs))[0].flatten(0, 1)
+            loss = F.linear_cross_entropy(
+                hidden, head.weight, targets.flatten(), linear_bias=head.bias
+            )
         return _differentiated(loss, *modules)
 
     ways: dict[str, Callable[[], Sequence[Tensor]]] = {"the module": plain}
     if hasattr(F, "linear_cross_entropy"):
         ways["with F.linear_cross_entropy"] = fused
     figures = [(against, 1.0) for against in ways]
-    return Job(name, ways | {OURS: ours}, _forgetter(*modules), figures)
+    ways |= {OURS: ours, OTHER: other}
+    return Job(name, ways, _forgetter(*modules), figures, same=not autocast)
 
 
 def _differentiated(loss: Tensor, *modules: nn.Module) -> Sequence[Tensor]:
