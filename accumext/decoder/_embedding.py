@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from accumext.decoder import _operators
+from accumext.ops.wgrad_fusion import destination
 from accumext.tensors.checks import check_first_order
 
 
@@ -73,7 +74,8 @@ class EmbeddingTable:
         self.tied_gradient = None
 
     def take_gradient(self) -> Tensor | None:
-        """Return the weight's gradient from all stored rows and the tied head, and drop these."""
+        """Return the weight's gradient from all stored rows and the tied head, and drop these; None
+        if it was added to a main gradient."""
         rows, self.rows = self.rows, []
         total, self.tied_gradient = self.tied_gradient, None
         if not rows:
@@ -85,12 +87,15 @@ class EmbeddingTable:
         if self.sparse and total is None:
             values, shape = gradient.to(self.weight.dtype), self.weight.shape
             return torch.sparse_coo_tensor(tokens[None], values, shape, check_invariants=False)
+        main = None
         if total is None:
             # fp32 sums for half-precision weights: a frequent word adds thousands of small rows
             dtype = torch.promote_types(self.weight.dtype, torch.float32)
+            total = main = destination(self.weight, dtype)
+        if total is None:
             total = self.weight.new_zeros(self.weight.shape, dtype=dtype)
         _operators.add_rows(total, tokens, None, gradient, None)
-        return total.to(self.weight.dtype)
+        return total.to(self.weight.dtype) if main is None else None
 
 
 class _Anchor(torch.autograd.Function):

@@ -16,6 +16,7 @@ from torch.nn.utils import parametrizations, parametrize
 import accumext
 from accumext._peak_memory import peak_memory
 from accumext.decoder import _call, _known_inputs
+from accumext.decoder._embedding import EmbeddingTable
 from accumext.decoder._rnn_weights import rnn_weights_of
 from accumext.recurrence import detach
 
@@ -253,8 +254,13 @@ def test_a_changed_parameter_and_a_second_derivative_are_errors(at_once):
     assert at_once.calls == 2
 
 
-def test_under_an_accumulating_optimizer(at_once):
-    decoder = make_decoder("lstm_cell", dtype=torch.float32)
+def test_under_an_accumulating_optimizer(at_once, monkeypatch):
+    """The rows of the embedding's gradient are added to the sum of the window, if there is one."""
+    returned, take = [], EmbeddingTable.take_gradient
+    monkeypatch.setattr(
+        EmbeddingTable, "take_gradient", lambda table: returned.append(take(table)) or returned[-1]
+    )
+    decoder = make_decoder("lstm_cell", dtype=torch.float32, padding_idx=2)
     weights = [leaf for leaf in decoder.leaves if isinstance(leaf, nn.Parameter)]
     opt = accumext.AccumulatingOptimizer(torch.optim.SGD(weights, lr=0.1), window=3)
     expected = torch.autograd.grad(run(decoder).loss, weights)
@@ -263,6 +269,7 @@ def test_under_an_accumulating_optimizer(at_once):
     for weight, gradient in zip(weights, expected, strict=True):
         torch.testing.assert_close(opt.main_grad(weight), 2 * gradient)
     assert at_once.calls == 3
+    assert [gradient is None for gradient in returned] == [False, False, True]
 
 
 # --- what cuDNN asks for --------------------------------------------------------------------------
