@@ -393,13 +393,13 @@ class Allocations(TorchDispatchMode):
 
 # --- cuDNN ----------------------------------------------------------------------------------------
 
-CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
+_CUDNN_MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}  # cudnnRNNMode_t
 
 
 def flatten_for_cudnn(weights: list[Tensor], kind: str, layers: int, units: int) -> None:
     """Move the weights, per layer weight_ih, weight_hh and maybe biases, into one chunk of memory,
     as cuDNN reads them. `nn.GRU` and others do so when they are moved to a GPU."""
-    per_layer, mode = len(weights) // layers, CUDNN_MODES[kind]
+    per_layer, mode = len(weights) // layers, _CUDNN_MODES[kind]
     inputs, none = weights[0].shape[1], 0  # no projections
     with torch.no_grad(), torch.cuda.device_of(weights[0]):
         torch._cudnn_rnn_flatten_weight(
