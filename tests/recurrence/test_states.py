@@ -148,6 +148,7 @@ def test_outputs_print_the_dtypes_and_shapes_of_what_they_hold():
         lambda x, state: (x, {"cache": [x, 1]}), None, 2, loss=lambda output, t: output.sum(),
         start=torch.ones(2, 3, requires_grad=True),
     )  # fmt: skip
-    expected = "loss=float32 [], state={'cache': [float32 [2, 3], 1]}, output=float32 [2, 3], recomputed=False"
+    state = "{'cache': [float32 [2, 3], 1]}"
+    expected = f"loss=float32 [], state={state}, output=float32 [2, 3], recomputed=False"
     assert repr(rolled) == f"RolloutOutput({expected})"
     assert repr(rolled._replace(state=torch.empty(2, device="meta"))).count("[2] on meta") == 1
