@@ -220,6 +220,11 @@ def _decoder_cases() -> Iterator[Case]:
         for batch, sampled in product((9, 33), (False, True)):
             yield _product_case("head_forward", operand, _head(operand, batch, sampled))
         yield _product_case("head_objective", operand, _objective(operand, 9))
+        for size in (5, 70):  # a GPU finds 64 words at once
+            yield _product_case("head_top", operand, _top(operand, 9, size))
+            yield _product_case("head_sample", operand, _filtered(operand, 9, size))
+        if operand.itemsize > 2:
+            yield Case("beam_step", _beams(operand, 9))
         for kind in range(len(_GATES)):
             yield _product_case("rnn_backward", operand, _backward(operand, kind, 9))
         # A GPU runs half-precision windows of up to 64 rows in one kernel: tiles of 8, 16, 32, 64.
@@ -234,6 +239,8 @@ def _decoder_cases() -> Iterator[Case]:
         yield _product_case("decode_steps", operand, around)
         known = dict.fromkeys(("exps", "stats", "rows"))
         yield _product_case("decode_steps", operand, _mixed(operand, 0, 2, 9) | known)
+        yield Case("select_states", _states_of_beams(operand))
+    yield Case("end_rows", _ends_of_rows(300))
 
 
 def _product_case(name: str, operand: torch.dtype, arguments: dict[str, Any]) -> Case:
@@ -262,6 +269,61 @@ def _head(operand: torch.dtype, rows: int, sampled: bool) -> dict[str, Any]:
         "tokens": torch.zeros(rows, dtype=torch.int64),
         "stats": torch.zeros(3, rows, dtype=sums),
     }
+
+
+def _top(operand: torch.dtype, rows: int, size: int) -> dict[str, Any]:
+    head = _head(operand, rows, sampled=False)
+    shared = ("hidden", "weight", "bias", "logit_rows")
+    return {name: head[name] for name in shared} | {
+        "logits": torch.zeros(rows, size, dtype=head["stats"].dtype),
+        "tokens": torch.zeros(rows, size, dtype=torch.int64),
+        "stats": torch.zeros_like(head["stats"][:2]),
+    }
+
+
+def _filtered(operand: torch.dtype, rows: int, top_k: int) -> dict[str, Any]:
+    head = _head(operand, rows, sampled=True)
+    return {k: v for k, v in head.items() if k not in ("targets", "exps")} | {
+        "top_k": top_k, "top_p": 0.8,
+    }  # fmt: skip
+
+
+def _beams(dtype: torch.dtype, rows: int) -> dict[str, Any]:
+    """Return a step of three hypotheses per row, some of which end."""
+    shape, words = (3, rows), (3 * rows, 4)
+    scores, score = torch.rand(2, *shape, dtype=torch.float64).sort(1, descending=True).values
+    numbers, log_probs = torch.randint(3, (3, *shape)), torch.rand(shape, dtype=dtype)
+    limits = torch.randint(2, 9, [rows])
+    kept = [score - 1, numbers, log_probs]
+    return {
+        "logits": torch.rand(words, dtype=dtype).sort(1, descending=True).values,
+        "found": torch.rand(3 * rows, 9).argsort(1)[:, :4].contiguous(),
+        "peak": torch.rand(3 * rows, dtype=dtype) + 1, "total": torch.rand(3 * rows, dtype=dtype),
+        "limits": limits, "late": limits.double(), "step": 1, "now": 2.0, "soon": 3.0, "eos": 0,
+        "scores": scores - 1, "active": torch.rand(rows) < 0.8, "kept": kept,
+        "next_scores": torch.zeros_like(scores), "next_kept": [torch.zeros_like(k) for k in kept],
+        "going": [*torch.zeros_like(numbers[:2]), torch.zeros_like(log_probs)],
+        "from_row": torch.zeros_like(numbers[0]), "is_new": torch.zeros(rows, dtype=torch.bool),
+        "best_row": torch.zeros(rows, dtype=torch.int64),
+    }  # fmt: skip
+
+
+def _states_of_beams(dtype: torch.dtype) -> dict[str, Any]:
+    state = torch.randn(2, 27, 5).to(dtype)
+    return {
+        "state": state, "from_row": torch.randint(27, (3, 9)), "is_new": torch.rand(9) < 0.5,
+        "best_row": torch.randint(27, [9]), "batch_dim": 1, "next_state": torch.zeros_like(state),
+        "best": torch.zeros_like(state[:, :9]),
+    }  # fmt: skip
+
+
+def _ends_of_rows(rows: int) -> dict[str, Any]:
+    return {
+        "tokens": torch.randint(4, [rows]), "active": torch.rand(rows) < 0.8,
+        "limits": torch.randint(4, [rows]), "step": 1, "eos": 2, "pad": _PAD,
+        "next_active": torch.zeros(rows, dtype=torch.bool),
+        "inputs": torch.zeros(rows, dtype=torch.int64),
+    }  # fmt: skip
 
 
 def _objective(operand: torch.dtype, rows: int) -> dict[str, Any]:
@@ -346,17 +408,7 @@ def _backward(operand: torch.dtype, kind: int, batch: int) -> dict[str, Any]:
 def _cases_of_the_cpu() -> Iterator[Case]:
     """Yield calls of operators that have compiled kernels for the CPU alone."""
     for operand in _DTYPES:
-        head = _head(operand, 9, sampled=True)
-        sums = head["hidden"].dtype
-        top = {k: v for k, v in head.items() if k in ("hidden", "weight", "bias", "logit_rows")}
-        results = {
-            "logits": torch.zeros(9, 5, dtype=sums),
-            "tokens": torch.zeros(9, 5, dtype=torch.int64),
-            "stats": torch.zeros(2, 9, dtype=sums),
-        }
-        yield _product_case("head_top", operand, top | results)
-        sample = {k: head[k] for k in ("uniforms", "temperature", "tokens", "stats")}
-        yield _product_case("head_sample", operand, top | sample | {"top_k": 7, "top_p": 0.8})
+        sums = _sums(operand)
         right = torch.randn(65, 33, dtype=sums)
         for left, overwrite in product(
             (_weight(operand, 9, 65), _weight(sums, 9, 65)), (False, True)

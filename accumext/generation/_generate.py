@@ -93,10 +93,11 @@ def generate(
 ) -> GenerateOutput:
     """Generate tokens: greedily, by sampling, or by beam search.
 
-    The steps are those of `decode_loss`, without a graph. At most 32 rows of logits exist at once,
-    and none are kept, so the memory does not grow with the length. Greedy tokens are those of
-    `decode_loss(feedback="greedy")`. With the same generator and without `top_k` and `top_p`,
-    samples are those of `decode_loss(feedback="sample")`. Stops when every row has ended.
+    The steps are those of `decode_loss`, without a graph. At most 32 rows of logits exist at once
+    (64 in a beam search on a GPU), and none are kept, so the memory does not grow with the length.
+    Greedy tokens are those of `decode_loss(feedback="greedy")`. With the same generator and without
+    `top_k` and `top_p`, samples are those of `decode_loss(feedback="sample")`. Stops when every row
+    has ended.
 
     Args:
         embedding, cell, head, state, context, batch_dim: as in `decode_loss`, except that a
@@ -269,5 +270,11 @@ def _draw(search: str, generator: Any, steps: int, batch: int, device: torch.dev
 
     if device.type == "cpu":
         return drawn
-    parts = iter(drawn(steps))  # a GPU would draw other numbers in several smaller draws
-    return lambda count: torch.stack([next(parts) for _ in range(count)])
+    numbers, begin = drawn(steps), 0  # a GPU would draw other numbers in several smaller draws
+
+    def next_numbers(count: int) -> Tensor:
+        nonlocal begin
+        begin += count
+        return numbers[begin - count : begin]
+
+    return next_numbers

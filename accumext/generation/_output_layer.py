@@ -24,8 +24,10 @@ from accumext.decoder import (
 from accumext.generation._token_filters import TokenFilter, largest
 from accumext.tensors.memory_overlap import share_memory
 
-# Rows of logits that exist at once.
+# Rows of logits that exist at once; on a GPU in a beam search, of which few hypotheses then take
+# more than one piece.
 LOGIT_ROWS = 32
+CUDA_BEAM_LOGIT_ROWS = 64
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ class OutputLayer:
 
     def choose(
         self, hidden: Tensor, uniforms: Tensor | None, token_filter: TokenFilter
-    ) -> tuple[Tensor, Tensor]:
-        """Choose tokens [M] for hidden [M, H]. Return them and their log-probabilities."""
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Choose tokens for hidden [M, H]. Return them and the statistics of each row, all [M]:
+        peak, sum of exp(z - peak), and the token's logit."""
         temperature, top_k, top_p = token_filter.operands(len(self.weight))
         tokens = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(3, len(hidden), dtype=self.dtype)
@@ -54,18 +57,20 @@ class OutputLayer:
             else:
                 choose = head_sample if self.logits is None else head_sample_reference
                 choose(*operands, uniforms, temperature, top_k, top_p, LOGIT_ROWS, tokens, stats)
-        return tokens, log_probabilities(stats[2], stats)
+        return tokens, stats[0], stats[1], stats[2]
 
-    def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor]:
-        """Return the largest log-probabilities [M, count] for hidden [M, H], and their tokens."""
+    def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the largest logits [M, count] for hidden [M, H], their tokens, and the statistics
+        of each row [M]: peak and sum of exp(z - peak)."""
         logits = hidden.new_empty(len(hidden), count, dtype=self.dtype)
         tokens = torch.empty(logits.shape, dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
         operands = self._operands(hidden)
         with no_grad_no_autocast(hidden.device):
             top = head_top if self.logits is None else head_top_reference
-            top(*operands, LOGIT_ROWS, logits, tokens, stats)
-        return log_probabilities(logits, stats[:, :, None]), tokens
+            rows = LOGIT_ROWS if hidden.device.type == "cpu" else CUDA_BEAM_LOGIT_ROWS
+            top(*operands, rows, logits, tokens, stats)
+        return logits, tokens, stats[0], stats[1]
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.logits is not None:
@@ -87,10 +92,10 @@ def output_layer_of(model: Model) -> OutputLayer:
     return OutputLayer(rounded, bias, dtypes.accumulation, changing)
 
 
-def log_probabilities(logits: Tensor, stats: Tensor) -> Tensor:
-    """Return the log-probabilities of tokens with these logits; `stats` has peak and sum of exp(z -
-    peak), as the operators write them."""
-    return logits - stats[0] - stats[1].log()
+def log_probabilities(peak: Tensor, total: Tensor, logit: Tensor) -> Tensor:
+    """Return the log-probabilities of tokens with these logits, from the statistics of their rows:
+    peak and sum of exp(z - peak)."""
+    return logit - peak - total.log()
 
 
 def head_top_reference(

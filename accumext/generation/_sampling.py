@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,24 +39,23 @@ def generate_tokens(
         return _in_chunks(by_operator, first, steps, draw, temperature)
     stepper = stepper.from_state(state)
     active, tokens, watch = stepper.limits > 0, first, EndWatch()
-    done: list[tuple[Tensor, Tensor]] = []
-    lengths = torch.zeros_like(stepper.limits)
+    done: list[tuple[Tensor, ...]] = []  # all [B]: tokens, statistics, active rows
     for step in range(steps):
         if stepper.ends and watch.none_active(active):
             break
         hidden, state = stepper.step_active(tokens, state, active)
         uniforms = None if draw is None else draw(1)[0]
-        chosen, log_probs = _choose(stepper, hidden, uniforms, token_filter, active)
-        tokens = torch.where(active, chosen, stepper.pad)
-        done.append((tokens, torch.where(active, log_probs, 0)))
-        lengths += active
-        active = stepper.goes_on(active, tokens, step)
-        tokens = torch.where(active, tokens, stepper.pad)
+        tokens, *stats = _choose(stepper, hidden, uniforms, token_filter, active)
+        done.append((tokens, *stats, active))
+        if stepper.ends:
+            active, tokens = stepper.next_inputs(active, tokens, step)
     if not done:
         shape = (0, len(first))
-        return Generated(first.new_zeros(shape), _no_log_probs(stepper, shape), lengths, state)
-    all_tokens, all_log_probs = (torch.stack(column) for column in zip(*done, strict=True))
-    return Generated(all_tokens, all_log_probs, lengths, state)
+        none = _no_log_probs(stepper, shape), torch.zeros_like(stepper.limits)
+        return Generated(first.new_zeros(shape), *none, state)
+    chosen, peak, total, logit, live = (torch.stack(column) for column in zip(*done, strict=True))
+    log_probs = torch.where(live, log_probabilities(peak, total, logit), 0)
+    return Generated(torch.where(live, chosen, stepper.pad), log_probs, live.sum(0), state)
 
 
 def _choose(
@@ -64,13 +64,12 @@ def _choose(
     uniforms: Tensor | None,
     token_filter: TokenFilter,
     active: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Choose tokens [B]. Return them and their log-probabilities. Inactive rows have any values."""
+) -> tuple[Any, ...]:
+    """Choose tokens [B]. Return them and their statistics. Inactive rows have any values."""
     choose = partial(stepper.layer.choose, token_filter=token_filter)
     if not stepper.ends:
         return choose(hidden, uniforms)
-    tokens, log_probs = of_chosen_rows(choose, active, hidden, uniforms)
-    return tokens, log_probs
+    return of_chosen_rows(choose, active, hidden, uniforms)
 
 
 def _no_log_probs(stepper: Stepper, shape: tuple[int, ...]) -> Tensor:
@@ -103,14 +102,14 @@ def _in_chunks(
         inputs = torch.full_like(chunk_tokens, stepper.pad)
         inputs[0] = fed
         used = by_operator.run(chunk_tokens, inputs, active, uniforms, temperature, stats, rows)
-        of_rows = log_probabilities(stats[2, :used], stats[:, :used])
+        of_rows = log_probabilities(*stats[:, :used])
         chunk_log_probs.view(-1)[rows[:used]] = of_rows
         if active is not None:
             chunk_tokens.masked_fill_(~active, stepper.pad)
             chunk_log_probs.masked_fill_(~active, 0)
             lengths += active.sum(0)
-            going = stepper.goes_on(active[-1], chunk_tokens[-1], end - 1)
+            going, fed = stepper.next_inputs(active[-1], chunk_tokens[-1], end - 1)
         else:
             lengths += size
-        fed = torch.where(going, chunk_tokens[-1], stepper.pad)
+            fed = chunk_tokens[-1]
     return Generated(torch.cat(tokens), torch.cat(log_probs), lengths, by_operator.state)

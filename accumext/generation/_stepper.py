@@ -15,6 +15,7 @@ from accumext.decoder import (
     Model,
     RnnWeights,
     StepsCall,
+    define_operator,
     dense_rows,
     module_state,
     no_grad_no_autocast,
@@ -51,17 +52,20 @@ class Stepper:
     eos: int | None
     limits: Tensor  # int64 [B]: largest number of steps of each row
     ends: bool  # a row may end before the others
-    by_operator: Callable[[Tensor, State], tuple[Tensor, State]] | None = None  # runs one step
+    by_operator: Callable[[Tensor, State, Tensor | None], tuple[Tensor, State]] | None = None
 
     @property
     def pad(self) -> int:
         """The token that is written and fed after the end of a row."""
         return self.model.table.padding_token
 
-    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the output [B, H] and the state after the tokens [B]."""
+    def step(
+        self, tokens: Tensor, state: State, active: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Return the output [B, H] and the state after the tokens [B]. An operator leaves the state
+        of inactive rows as it is."""
         if self.by_operator is not None:
-            return self.by_operator(tokens, state)
+            return self.by_operator(tokens, state, active)
         table, model = self.model.table, self.model
         if table.module is not None:
             x = table.call(tokens)
@@ -75,6 +79,8 @@ class Stepper:
         """Run a step in which inactive rows keep their state, though the cell may write into it."""
         if not self.ends or all_known_active(active):
             return self.step(tokens, state)
+        if self.by_operator is not None:
+            return self.step(tokens, state, active)
         before = map_tensors(torch.clone, state)
         hidden, new_state = self.step(tokens, state)
         return hidden, freeze(OP, active, new_state, before, self.model.cell.batch_dim)
@@ -93,12 +99,32 @@ class Stepper:
             return self
         return replace(self, by_operator=OperatorSteps(self, self.rnn, state).step)
 
-    def goes_on(self, active: Tensor, tokens: Tensor, step: int) -> Tensor:
-        """Return which rows [B] stay active after the tokens [B] of this step."""
-        if not self.ends:
-            return active
-        active = active & (self.limits > step + 1)
-        return active if self.eos is None else active & (tokens != self.eos)
+    def next_inputs(self, active: Tensor, tokens: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Return which rows [B] stay active after the tokens [B] of this step, and what they read
+        next."""
+        next_active, inputs = torch.empty_like(active), torch.empty_like(tokens)
+        eos = -1 if self.eos is None else self.eos
+        end_rows(tokens, active, self.limits, step, eos, self.pad, next_active, inputs)
+        return next_active, inputs
+
+
+def end_rows_reference(
+    tokens: Tensor, active: Tensor, limits: Tensor, step: int, eos: int, pad: int,
+    next_active: Tensor, inputs: Tensor,
+) -> None:  # fmt: skip
+    torch.logical_and(active, limits > step + 1, out=next_active)
+    if eos >= 0:
+        next_active &= tokens != eos
+    inputs.copy_(torch.where(next_active, tokens, pad))
+
+
+# The rows that stay active after the tokens of a step, and the inputs of the next step.
+end_rows = define_operator(
+    end_rows_reference,
+    "(Tensor tokens, Tensor active, Tensor limits, "  # int64, bool, int64: number of steps, all [B]
+    "int step, int eos, int pad, "  # eos -1: none
+    "Tensor(a!) next_active, Tensor(b!) inputs) -> ()",  # bool, int64 [B]; inactive rows read pad
+)
 
 
 class OperatorSteps:
@@ -123,10 +149,13 @@ class OperatorSteps:
             self.run(inputs, inputs)
         return self.state
 
-    def step(self, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return the output [M, H] and the state after tokens [M], as the step of a cell does."""
+    def step(
+        self, tokens: Tensor, state: State, active: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """Return the output [M, H] and the state after tokens [M], as the step of a cell does.
+        Inactive rows keep their state."""
         self.parts = list(state) if self.rnn.state_parts == 2 else [state]
-        self.run(tokens[None], tokens[None].contiguous())
+        self.run(tokens[None], tokens[None].contiguous(), None if active is None else active[None])
         hidden = self.parts[0]
         return hidden[-1] if self.rnn.stacked else hidden, self.state
 
@@ -171,10 +200,10 @@ class EndWatch:
             answer, event = self._asked
             if not event.query():
                 return False
-            if not answer.item():  # in host memory: this does not wait
+            if not answer.any():  # in host memory: this does not wait
                 return True
-        answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-        answer.copy_(active.any(), non_blocking=True)
+        answer = torch.empty(active.shape, dtype=torch.bool, device="cpu", pin_memory=True)
+        answer.copy_(active, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._asked = answer, event

@@ -1,13 +1,17 @@
 """The CUDA kernels compiled for the host."""
 
 import shutil
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import host_cuda
 import pytest
+import torch
 from host_cuda import ARCH, ptx
 from support.once import once
 from support.programs import compiler
+from torch import Tensor
 
 import accumext
 
@@ -40,3 +44,28 @@ def compiled_kernels() -> None:
     """Where CUDA kernels should answer: torch's own would pass most tests, too."""
     if accumext.backend() != "cuda":
         pytest.skip(accumext.backend_reason())
+
+
+@pytest.fixture(scope="module")
+def products_that_choose() -> Iterator[None]:
+    """The product with a unit matrix, or with columns of one, has rows or columns of the other
+    operand, even of infinities."""
+
+    def unit_rows(matrix: Tensor) -> Tensor | None:
+        at = matrix.abs().argmax(1)
+        units = torch.zeros_like(matrix).scatter_(1, at[:, None], 1.0)
+        return at if torch.equal(matrix, units) else None
+
+    def product(self: Tensor, mat2: Tensor, *, out: Tensor) -> Tensor:
+        if (at := unit_rows(mat2.t())) is not None:
+            return out.copy_(self[:, at])
+        if (at := unit_rows(self)) is not None:
+            return out.copy_(mat2[at])
+        return out.copy_(self @ mat2)
+
+    library = torch.library.Library("aten", "IMPL")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own is overridden
+        library.impl("mm.out", product, "CPU")
+    yield
+    library._destroy()

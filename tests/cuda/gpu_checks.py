@@ -28,15 +28,21 @@ from support.decoder_calls import (
     KINDS,
     Call,
     backward_call,
+    beam_call,
+    end_rows_call,
     head_call,
     objective_call,
+    sample_call,
+    select_call,
     steps_call,
+    top_call,
 )
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from accumext.backends import _build
 from accumext.decoder import _operators
+from accumext.generation import _beam_step, _output_layer, _stepper
 from accumext.ops import reference
 from accumext.tensors.torch_private import operator as lookup
 
@@ -140,8 +146,12 @@ CLIP = {"max_norm": 5.0, "if_finite": True}
 MAIN_GRADS, NOTHING = slice(1), slice(0)
 
 
+MODULES = (_operators, _output_layer, _beam_step, _stepper)  # with plain PyTorch
+
+
 def of_the_decoder(call: Call) -> Operator:
-    kernel = getattr(_operators, f"{call.op}_reference")
+    name = f"{call.op}_reference"
+    kernel = next(getattr(m, name) for m in MODULES if hasattr(m, name))
     rtol = DECODER_RTOL[any(t.dtype == torch.bfloat16 for t in call.tensors)]
     tolerances = {dtype: rtol if allowed else 0.0 for dtype, allowed in RTOL.items()}
     written = slice(call.first_written, None)
@@ -158,6 +168,16 @@ def decoder_calls() -> Iterator[tuple[str, Call]]:
         for soft in ("tokens", "all words") if rows > 3 else ():
             call = objective_call(**shape, soft=soft, narrow=rows == 32)
             yield f"head_objective V={words} B={rows} {soft}", call
+    for words, rows in ((9, 3), (4100, 9), (50257, 32)):
+        shape = {"rows": rows, "words": words, "narrow": rows == 32, "logit_rows": 32}
+        for size in (1, 9, 70)[: 3 if words > 70 else 2]:
+            yield f"head_top V={words} B={rows} k={size}", top_call(**shape, size=size)
+        for top_k, top_p in ((7, 0.8), (50, 1.0), (300, 0.5), (10**6, 0.9)):
+            name = f"head_sample V={words} B={rows} k={top_k} p={top_p}"
+            yield name, sample_call(**shape, top_k=top_k, top_p=top_p)
+    for beams, words, rows in ((1, 9, 3), (4, 50257, 16), (20, 40, 5)):
+        call = beam_call(rows=rows, beams=beams, words=words)
+        yield f"beam_step K={beams} V={words} B={rows}", call
     for kind, narrow in itertools.product(KINDS, (False, True)):
         told = f"{kind} {'narrow' if narrow else 'wide'}"
         for batch in (5, 17, 33):
@@ -197,6 +217,11 @@ OPERATORS: dict[str, Operator] = {
     ),
     "head_forward": of_the_decoder(head_call()),
     "head_objective": of_the_decoder(objective_call()),
+    "head_top": of_the_decoder(top_call()),
+    "head_sample": of_the_decoder(sample_call()),
+    "beam_step": of_the_decoder(beam_call()),
+    "select_states": of_the_decoder(select_call()),
+    "end_rows": of_the_decoder(end_rows_call()),
     "decode_steps": of_the_decoder(steps_call("lstm", layers=2)),
     "rnn_backward": of_the_decoder(backward_call("lstm")),
 }

@@ -166,6 +166,7 @@ SEARCHES: dict[str, dict[str, Any]] = {
     "generate, top_k": {"search": "sample", "top_k": 20},
     "generate, top_p": {"search": "sample", "top_p": 0.8},
     "generate, both": {"search": "sample", "top_k": 50, "top_p": 0.8},
+    "generate, both, many": {"search": "sample", "top_k": 100, "top_p": 0.9},
     "generate, beams": {"search": "beam", "beams": 3},
 }
 SEARCHES |= {f"{name}, eos": {**SEARCHES[name], **LENGTHS, "eos": 3} for name in SEARCHES}

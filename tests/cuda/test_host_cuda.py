@@ -38,6 +38,14 @@ SELECTIONS = {
             "(everything_at_once and (lstm or gru_cell)) or one_leaf"
         ),
     },
+    "generate": {
+        "generation/test_head_top.py": "test",
+        # Whole searches of random sizes take minutes here.
+        "generation/test_generate.py": (
+            "may_write or written_too or ends_where or equals or forbidden or that_are_nan or "
+            "counts_every"
+        ),
+    },
     "lists": {
         "ops/test_accumulate.py": "pair or slices or strided or strides",
         "ops/test_operators.py": "one_element and accumulate",
@@ -79,7 +87,7 @@ def test_the_operators_tests_pass(library, selection):
     assert code == 0, words
 
 
-@pytest.mark.parametrize("name", ["lists", "heads", "windows", "backward"])
+@pytest.mark.parametrize("name", ["lists", "heads", "best_words", "beams", "windows", "backward"])
 def test_kernels_pass_at_every_edge(library, name):
     code, words = outcome_of(library, f"{CHECKS}/{name}.py")
     assert code == 0, words

@@ -52,6 +52,79 @@ def head_call(
     ], 6)  # fmt: skip
 
 
+def top_call(
+    *, rows: int = BATCH, words: int = WORDS, size: int = 5, logit_rows: int = 3,
+    narrow: bool = False,
+) -> Call:  # fmt: skip
+    head = head_call(rows=rows, words=words, narrow=narrow).arguments
+    return Call("head_top", [
+        *head[:3], logit_rows, torch.zeros(rows, size), torch.zeros(rows, size, dtype=torch.int64),
+        torch.zeros(2, rows),
+    ], 4)  # fmt: skip
+
+
+def sample_call(
+    *, rows: int = BATCH, words: int = WORDS, top_k: int = 20, top_p: float = 0.8,
+    logit_rows: int = 3, narrow: bool = False,
+) -> Call:  # fmt: skip
+    head = head_call(rows=rows, words=words, narrow=narrow).arguments
+    return Call("head_sample", [
+        *head[:3], _uniforms(rows), 0.7, min(top_k, words), top_p, logit_rows, *head[-2:],
+    ], 8)  # fmt: skip
+
+
+def beam_call(
+    *, rows: int = BATCH, beams: int = 3, words: int = WORDS, size: int | None = None,
+    levels: int = 10**6, dtype: torch.dtype = torch.float32,
+) -> Call:  # fmt: skip
+    """Some hypotheses, and rows, have no score; few levels make many scores equal; word 0 ends."""
+    size, shape = min(beams + 1, words) if size is None else size, (beams, rows)
+
+    def scores(*of: int) -> Tensor:
+        return -torch.randint(1, levels + 1, of).double() / levels
+
+    hypotheses = scores(*shape).sort(dim=0, descending=True).values
+    hypotheses[beams // 2 + 1 :, ::2], hypotheses[:, 3::4] = -torch.inf, -torch.inf
+    kept = scores(*shape).sort(dim=0, descending=True).values
+    kept[(beams + 1) // 2 :] = -torch.inf
+    logits = scores(beams * rows, size).sort(dim=1, descending=True).values.to(dtype)
+    found = torch.stack([torch.randperm(words)[:size] for _ in range(beams * rows)])
+    limits = torch.randint(3, 7, [rows])
+    numbers = torch.randint(beams, (6, *shape))
+    return Call("beam_step", [
+        logits, found, logits[:, 0].clone(),
+        1 + torch.rand(beams * rows, dtype=dtype) * (levels > 99),  # else the logarithms are exact
+        limits, limits.double() ** 0.7, 2, 3**0.7, 4**0.7, 0, hypotheses,
+        torch.rand(rows) < 0.8, [kept, numbers[:3], torch.rand(shape, dtype=dtype)],
+        torch.zeros_like(kept),
+        [torch.zeros_like(kept), torch.zeros_like(numbers[:3]), torch.zeros(shape, dtype=dtype)],
+        [*torch.zeros_like(numbers[:2]), torch.zeros(shape, dtype=dtype)],
+        torch.zeros_like(numbers[0]), torch.zeros(rows, dtype=torch.bool),
+        torch.zeros(rows, dtype=torch.int64),
+    ], 11)  # fmt: skip
+
+
+def select_call(
+    *, rows: int = BATCH, beams: int = 3, dtype: torch.dtype = torch.float32, layers: int = 0
+) -> Call:
+    """Of a state [L, K B, H], or [K B, H]."""
+    stack = (layers,) if layers else ()
+    state = torch.randint(100, (*stack, beams * rows, 9)).to(dtype)
+    of_rows = torch.randint(beams, (beams + 1, rows)) * rows + torch.arange(rows)
+    return Call("select_states", [
+        state, of_rows[:-1], torch.rand(rows) < 0.5, of_rows[-1], len(stack),
+        torch.zeros_like(state), torch.ones(*stack, rows, 9).to(dtype),
+    ], 5)  # fmt: skip
+
+
+def end_rows_call(*, rows: int = 300, eos: int = 2) -> Call:
+    tokens, limits = torch.randint(4, (2, rows))
+    return Call("end_rows", [
+        tokens, torch.rand(rows) < 0.8, limits, 1, eos, 7, torch.zeros(rows, dtype=torch.bool),
+        torch.zeros_like(tokens),
+    ], 6)  # fmt: skip
+
+
 def objective_call(
     *, rows: int = BATCH, words: int = WORDS, logit_rows: int = 3, narrow: bool = False,
     soft: str = "tokens",

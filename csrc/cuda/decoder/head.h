@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 #include "cuda/decoder/matmul.h"
 #include "cuda/decoder/matrix_arguments.h"
@@ -16,15 +17,31 @@ template <typename T>
 void launch_softmax(const Queue& queue, const Softmax<T>& call, const Rows<T>& rows,
                     const FeedBack& feed_back);
 
+// The words that may be drawn: the top_k most probable ones, and of these the fewest whose
+// probabilities reach the share top_p.
+struct TokenFilter {
+  int64_t top_k;
+  double top_p;
+};
+
+// The kernels of filtered samples, of logits that lie along the rows: head_sample.cu.
+template <typename T>
+void launch_sample(const Queue& queue, Softmax<T> call, const Rows<T>& rows,
+                   const FeedBack& feed_back, const TokenFilter& filter, double temperature);
+
 // Products of up to `most` rows with the weight of a head.
 template <typename T>
 class LogitsProduct {
  public:
+  // Logits lie along the rows, or else, as exponentials do, along the columns.
   LogitsProduct(const Queue& queue, const Views& views,
                 const Tensor& weight,               // [V, H]
                 const std::optional<Tensor>& bias,  // [V]
-                int64_t most)
-      : weight_(weight), most_(most), logits_(queue.empty({weight.size(0), most}, dtype_of<T>())) {
+                int64_t most, bool along_rows = false)
+      : weight_(weight),
+        along_rows_(along_rows),
+        stride_(along_rows ? (weight.size(0) + kWidth<T> - 1) / kWidth<T> * kWidth<T> : most),
+        logits_(queue.empty({along_rows ? most : weight.size(0), stride_}, dtype_of<T>())) {
     require(weight.dim() == 2 && weight.size(0) > 0 && most > 0);
     require(multiplies<T>(float_dtype(weight)));
     views.operand(weight, weight.size(0), weight.size(1));
@@ -38,16 +55,25 @@ class LogitsProduct {
   // matrices that the same kernel reads or writes. Overwrites the logits of the call before.
   Logits<T> of(Tensor hidden, int64_t first, int64_t count, const AnyMatrix& others) {
     const Tensor some = torch::stable::narrow(hidden, 0, first, count);
-    const Tensor logits = torch::stable::narrow(logits_, 1, 0, count);
-    matmul(weight_, torch::stable::transpose(some, 0, 1), logits);
-    const Matrix<const T> view{static_cast<const T*>(logits.data_ptr()), 1, most_};
+    Matrix<const T> view{static_cast<const T*>(logits_.data_ptr()), 1, stride_};
+    if (along_rows_) {
+      Tensor logits = logits_;
+      logits = torch::stable::narrow(logits, 0, 0, count);
+      logits = torch::stable::narrow(logits, 1, 0, vocabulary());
+      matmul(some, torch::stable::transpose(weight_, 0, 1), logits);
+      std::swap(view.row_stride, view.column_stride);
+    } else {
+      matmul(weight_, torch::stable::transpose(some, 0, 1),
+             torch::stable::narrow(logits_, 1, 0, count));
+    }
     return {view, bias_, tiles_of(count, vocabulary(), view, others)};
   }
 
  private:
   Tensor weight_;
-  int64_t most_;
-  Tensor logits_;  // [V, most]: rows next to each other, as the exponentials are
+  bool along_rows_;
+  int64_t stride_;  // of logits_; along rows a multiple of a vector
+  Tensor logits_;   // [most, V] or [V, most]
   Column<const T> bias_;
 };
 
@@ -59,18 +85,22 @@ inline Tensor rounded_like(const Queue& queue, const Tensor& hidden, const Tenso
   return operand;
 }
 
-// A product and two launches for up to `most` rows; three launches if tokens are their own targets.
+// A product and two launches for up to `most` rows; three launches if tokens are their own targets
+// and exponentials are wanted.
 template <typename T>
 class Head {
  public:
   Head(const Queue& queue, const Views& views,
        const Tensor& weight,               // [V, H]
        const std::optional<Tensor>& bias,  // [V]
-       int64_t most, bool sampled, double temperature)
+       int64_t most, bool sampled, double temperature,
+       const std::optional<TokenFilter>& filter = {})
       : queue_(queue),
-        product_(queue, views, weight, bias, most),
+        product_(queue, views, weight, bias, most, filter.has_value()),
         most_(most),
-        tempered_(sampled && temperature != 1.0) {
+        tempered_(sampled && temperature != 1.0),
+        temperature_(temperature),
+        filter_(filter) {
     require(temperature > 0.0);
     call_.inverse_temperature = inverse_of<T>(temperature);
   }
@@ -89,6 +119,7 @@ class Head {
 
  private:
   void piece(const Rows<T>& rows, const FeedBack& feed_back) {
+    if (filter_) return launch_sample(queue_, call_, rows, feed_back, *filter_, temperature_);
     const int64_t bytes = softmax_workspace(call_, tempered_, nullptr);
     if (!memory_ || memory_->numel() < bytes) {
       memory_ = queue_.empty({bytes}, torch::headeronly::ScalarType::Byte);
@@ -101,6 +132,8 @@ class Head {
   LogitsProduct<T> product_;
   int64_t most_;
   bool tempered_;
+  double temperature_;
+  std::optional<TokenFilter> filter_;
   std::optional<Tensor> memory_;
   Softmax<T> call_{};
 };

@@ -156,6 +156,34 @@ __device__ Peak<T> tile_peak(const Place& place, const T (&z)[kPerThread]) {
   return row_combined(place, mine);
 }
 
+// Writes call.peak, at, sum and tempered for a chunk of the thread's row with these logits.
+template <int kCount, typename T>
+__device__ void write_chunk(const Softmax<T>& call, const Place& place, int64_t chunk,
+                            const T (&z)[kPerThread]) {
+  constexpr int kGroup = 4;  // terms that are added in T; from then on in double
+  const Peak<T> peak = tile_peak<kCount>(place, z);
+  const T from = origin(peak.value);
+  Sums sums{};
+#pragma unroll
+  for (int n = 0; n < kPerThread; n += kGroup) {
+    T sum = 0;
+    T tempered = 0;
+#pragma unroll
+    for (int i = n; i < n + kGroup; ++i) {
+      sum += std::exp(z[i] - from);
+      if (call.tempered != nullptr) tempered += std::exp((z[i] - from) * call.inverse_temperature);
+    }
+    sums = combined(sums, Sums{sum, tempered});
+  }
+  sums = row_combined(place, sums);
+  if (place.turn > 0) return;
+  const int64_t i = call.index(place.band, chunk) + place.in_tile;
+  call.peak[i] = peak.value;
+  call.at[i] = peak.at;
+  call.sum[i] = sums.plain;
+  if (call.tempered != nullptr) call.tempered[i] = sums.tempered;
+}
+
 // Writes call.peak, at, sum and tempered for every chunk of every row.
 //
 //   grid    tiles.bands() times any      block   kBlockSize threads, over a tile at a time
@@ -167,34 +195,11 @@ __device__ Peak<T> tile_peak(const Place& place, const T (&z)[kPerThread]) {
 template <typename T, int kCount>
 __global__ void __launch_bounds__(kBlockSize, kSoftmaxBlocks)
     softmax_chunks_kernel(Softmax<T> call) {
-  constexpr int kGroup = 4;  // terms that are added in T; from then on in double
   const Place place(call.tiles);
   for (int64_t chunk = place.slot; chunk < call.tiles.chunks(); chunk += place.slots) {
     T z[kPerThread];
     load_tile<kCount>(call, place, chunk, columns_left(call, place, chunk), 0, z);
-    const Peak<T> peak = tile_peak<kCount>(place, z);
-    const T from = origin(peak.value);
-    Sums sums{};
-#pragma unroll
-    for (int n = 0; n < kPerThread; n += kGroup) {
-      T sum = 0;
-      T tempered = 0;
-#pragma unroll
-      for (int i = n; i < n + kGroup; ++i) {
-        sum += std::exp(z[i] - from);
-        if (call.tempered != nullptr) {
-          tempered += std::exp((z[i] - from) * call.inverse_temperature);
-        }
-      }
-      sums = combined(sums, Sums{sum, tempered});
-    }
-    sums = row_combined(place, sums);
-    if (place.turn > 0) continue;
-    const int64_t i = call.index(place.band, chunk) + place.in_tile;
-    call.peak[i] = peak.value;
-    call.at[i] = peak.at;
-    call.sum[i] = sums.plain;
-    if (call.tempered != nullptr) call.tempered[i] = sums.tempered;
+    write_chunk<kCount>(call, place, chunk, z);
   }
 }
 
@@ -238,6 +243,24 @@ __device__ int64_t sampled(const Softmax<T>& call, const Place& place, double un
   return in.exists() && found.exists() ? begin + found.term() : argmax;
 }
 
+struct Fed {
+  int64_t token, input;  // of a step, and of the next one
+};
+
+// Writes the results of a row for its token, but for its row of the embedding in the next step.
+template <typename T>
+__device__ Fed write_row(const Rows<T>& rows, const FeedBack& feed_back, int64_t row, int64_t token,
+                         T peak, double total, T logit) {
+  if (!feed_back.is_live(row)) token = feed_back.pad;
+  rows.tokens[row] = token;
+  *rows.stats.at(0, row) = peak;
+  *rows.stats.at(1, row) = static_cast<T>(total);
+  *rows.stats.at(2, row) = logit;
+  if (feed_back.rows != nullptr) feed_back.rows[row] = feed_back.first_row + row;
+  if (feed_back.later == 0) return {token, token};
+  return {token, feed_back.inputs[row] = feed_back.input(row, token)};
+}
+
 // A block's work for a band of rows: statistics, tokens, and the consequences of the tokens.
 template <typename T>
 __device__ void finish_band(const Softmax<T>& call, const Rows<T>& rows, const FeedBack& feed_back,
@@ -267,27 +290,19 @@ __device__ void finish_band(const Softmax<T>& call, const Rows<T>& rows, const F
         sampled(call, place, uniform, sum + first + place.in_tile,
                 call.tempered != nullptr ? prefix_of(call.tempered) : prefix, peak.value, token);
   }
-  __shared__ int64_t tokens[kMaxHeight<float>], inputs[kMaxHeight<float>];
+  __shared__ Fed fed[kMaxHeight<float>];
   if (place.turn == 0 && exists) {
     const int64_t row = place.row;
     const int64_t target = rows.targets.data == nullptr ? token : rows.targets[row];
     const bool valid = target >= 0 && target < call.tiles.columns;
-    if (!feed_back.is_live(row)) token = feed_back.pad;
-    rows.tokens[row] = token;
-    *rows.stats.at(0, row) = peak.value;
-    *rows.stats.at(1, row) = static_cast<T>(prefix.whole);
-    *rows.stats.at(2, row) = valid ? call.logit(row, target) : T(NAN);
-    if (feed_back.rows != nullptr) feed_back.rows[row] = feed_back.first_row + row;
-    if (feed_back.later > 0) {
-      tokens[place.in_tile] = token;
-      inputs[place.in_tile] = feed_back.inputs[row] = feed_back.input(row, token);
-    }
+    fed[place.in_tile] = write_row(rows, feed_back, row, token, peak.value, prefix.whole,
+                                   valid ? call.logit(row, target) : T(NAN));
   }
   if (feed_back.later == 0) return;
   __syncthreads();
   const int64_t top = place.row - place.in_tile;
   for (int i = 0; i < call.tiles.height && top + i < call.tiles.rows; ++i) {
-    feed_back.lead_on(top + i, tokens[i], inputs[i]);
+    feed_back.lead_on(top + i, fed[i].token, fed[i].input);
   }
 }
 

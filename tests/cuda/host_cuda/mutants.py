@@ -50,6 +50,7 @@ HEAD, STEPS = "decoder/persistent_head.cuh", "decoder/persistent_steps.cuh"
 MEMORY = "decoder/persistent_memory.cuh"
 BARRIER, TILES = "decoder/grid_barrier.cuh", "decoder/row_tiles.cuh"
 OBJECTIVE = "decoder/objective.cuh"
+RADIX, BEST, BEAMS = (f"decoder/{name}.cuh" for name in ("radix_select", "best_words", "beam_step"))
 SOFTMAX, THROUGH_TIME = "decoder/softmax_stats.cuh", "decoder/rnn_through_time.cuh"
 
 # Races, of each kind that there is.
@@ -113,6 +114,23 @@ RACES = (
     without_barrier(
         "rows are fed back before their tokens are known", "one row", STATIC, SOFTMAX,
         "if (feed_back.later == 0) return;\n  ",
+    ),
+    # --- best words, samples of them, and beams ---
+    without_barrier(
+        "digits are added up before all are counted", "best words", STATIC, RADIX,
+        "amount(word));\n    });\n    ",
+    ),
+    without_barrier(
+        "words are sorted before all are there", "best words", STATIC, BEST,
+        "any[atomicAdd(&found, 1u)] = word;\n  });\n  ", "\n  if (threadIdx.x < found)",
+    ),
+    without_barrier(
+        "a drawn word is passed on before it is known", "sample of shares", STATIC,
+        "decoder/sample_shares.cuh", "drawn = column;\n  }\n  ",
+    ),
+    without_barrier(
+        "hypotheses are sorted before all are there", "beams", DEVICE, BEAMS,
+        "Word<double>* sorted, int64_t count) {\n  ",
     ),
     # --- a loss of whole distributions ---
     without_barrier(

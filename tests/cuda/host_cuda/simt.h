@@ -624,6 +624,10 @@ inline unsigned long long atomicAdd(unsigned long long* sum, unsigned long long 
   return before;
 }
 
+inline unsigned atomicAdd(unsigned* sum, unsigned x) {
+  return host_cuda::races::atomically([=] { return std::exchange(*sum, *sum + x); });
+}
+
 inline unsigned long long atomicMax(unsigned long long* most, unsigned long long x) {
   return host_cuda::races::atomically([=] { return std::exchange(*most, std::max(*most, x)); });
 }

@@ -12,9 +12,14 @@ from support.decoder_calls import (
     KINDS,
     Call,
     backward_call,
+    beam_call,
+    end_rows_call,
     head_call,
     objective_call,
+    sample_call,
+    select_call,
     steps_call,
+    top_call,
 )
 from support.tensors import assert_equal
 from torch.profiler import ProfilerActivity, profile
@@ -101,6 +106,11 @@ def others() -> Iterator[Call]:
     yield steps_call("gru", own=True, around=True, ends=True)
     yield steps_call("lstm", layers=2, around=True, head=False)
     yield head_call(rows=20, words=900, logit_rows=20, sampled=False, narrow=True)
+    yield top_call(words=5000, size=70)
+    for top_k in (20, 10**6):
+        yield sample_call(words=5000, top_k=top_k)
+    yield beam_call(beams=7, words=20, levels=9)
+    yield select_call(layers=2)
 
 
 def written(call: Call) -> list[torch.Tensor]:
@@ -124,6 +134,18 @@ def test_launches_of_a_call(steps):
     for i, (call, allowed) in enumerate(calls(steps)):
         counts = enqueued(call)
         assert all(count <= allowed.get(op, 0) for op, count in counts.items()), (i, counts)
+
+
+def test_launches_of_a_step_of_generate():
+    """A product and two kernels for every piece of rows, and one for what follows from them."""
+    loaded.use_device(H100)
+    product = {"kernels": 2, "aten::mm": 1}
+    for top_k, top_p in ((50, 1.0), (50, 0.9), (300, 1.0), (10**6, 0.9)):
+        call = sample_call(words=5000, top_k=top_k, top_p=top_p, logit_rows=32)
+        assert enqueued(call) == product
+    assert enqueued(top_call(logit_rows=32)) == product
+    for call in (beam_call(beams=4), select_call(), end_rows_call()):
+        assert enqueued(call) == {"kernels": 1}
 
 
 @pytest.mark.parametrize("device", [SLICE, H100, SMALLER])

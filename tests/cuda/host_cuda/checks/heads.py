@@ -7,8 +7,6 @@ host_cuda.ways.
 import functools
 import itertools
 import math
-import warnings
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -23,11 +21,12 @@ from support.decode_cases import (
 )
 from support.objective_cases import check, problem
 from support.tensors import FLOAT_DTYPES, dtype_id
-from torch import Tensor
 
 from host_cuda import DESCENDING, ORDERS, SHUFFLED
 from host_cuda.loaded import device
 from host_cuda.ways import ONE_RUN, Runs, in_every_way, usual
+
+pytestmark = pytest.mark.usefixtures("products_that_choose")
 
 head_objective = in_every_way(torch.ops.accumext.head_objective.default)
 _head_forward = in_every_way(torch.ops.accumext.head_forward.default)
@@ -37,23 +36,6 @@ ACCUMULATED = (torch.float32, torch.float64)
 # of eight. Threads take 2 or 4 columns at once where rows are aligned.
 COLUMN_EDGES = (1, 3, 5, 511, 512, 513, 1023, 1025, 2049, 4095, 4096, 4097, 8197)
 TWO_RUNS = usual((DESCENDING, device(1)), (SHUFFLED, device(3)))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def products_that_choose() -> Iterator[None]:
-    """The product with a column of a unit matrix is a row of the other one, even of infinities."""
-
-    def product(self: Tensor, mat2: Tensor, *, out: Tensor) -> Tensor:
-        at = mat2.abs().argmax(0)
-        chooses = torch.equal(mat2, torch.zeros_like(mat2).scatter_(0, at[None], 1.0))
-        return out.copy_(self[:, at] if chooses else self @ mat2)
-
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own is overridden
-        library.impl("mm.out", product, "CPU")
-    yield
-    library._destroy()
 
 
 @pytest.fixture(params=ACCUMULATED, ids=dtype_id)

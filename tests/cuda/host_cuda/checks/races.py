@@ -150,6 +150,12 @@ CASES: dict[str, Case] = {
     "softmax, many chunks": heads(  # more of them than threads of a row
         lambda **_: head(rows=5, words=17_000, logit_rows=5, sampled=False)
     ),
+    "best words": lambda: decoder_calls.top_call(words=4500, size=70)(),
+    "sample of the best": lambda: decoder_calls.sample_call(words=4500)(),
+    "sample of shares": lambda: decoder_calls.sample_call(rows=2, words=4500, top_k=200)(),
+    "beams": lambda: decoder_calls.beam_call(beams=7, words=20, levels=9)(),
+    "states of beams": lambda: decoder_calls.select_call(layers=2)(),
+    "ends of rows": lambda: decoder_calls.end_rows_call()(),
     "head_objective": heads(objective),
     "head_objective of all words": heads(functools.partial(objective, soft="all words")),
     "through time": through_time(9),

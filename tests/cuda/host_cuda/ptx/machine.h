@@ -439,6 +439,7 @@ Extended<To> whole(From x) {
 TO_WHOLE(cvt_rni, std::nearbyint)
 TO_WHOLE(cvt_rzi, std::trunc)
 TO_WHOLE(cvt_rmi, std::floor)
+TO_WHOLE(cvt_rpi, std::ceil)
 #undef TO_WHOLE
 
 // --- threads that meet ---------------------------------------------------------------------------
@@ -499,6 +500,11 @@ std::array<u32, 4> mma_sync_aligned_m16n8k16_row_col(std::array<u32, 4> a, std::
 template <typename T>
 void red_add(u64 at, u64 x) {
   atomicAdd(reinterpret_cast<unsigned long long*>(at), x);
+}
+
+template <typename T>
+u32 atom_shared_add(u64 at, u32 x, const Site& site = Site::current()) {
+  return atomicAdd(reinterpret_cast<unsigned*>(in_shared(at, sizeof(x), site)), x);
 }
 
 template <typename T>
