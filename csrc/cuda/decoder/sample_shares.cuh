@@ -127,8 +127,8 @@ __global__ void __launch_bounds__(kSampleThreads, 1)
       kept([&](Word<T> word) { sum += weight(word); });
       const auto whole = static_cast<double>(span_of<kSampleThreads>(sum).whole);
       const auto wanted = static_cast<uint64_t>(std::ceil(shares.top_p * whole));
-      const Word<T> of_share = least_of_largest<T, kSampleThreads>(
-          selection, wanted > 0 ? wanted : 1, kept, weight);
+      const Word<T> of_share =
+          least_of_largest<T, kSampleThreads>(selection, wanted > 0 ? wanted : 1, kept, weight);
       if (of_share > least) least = of_share;  // else all of the top_k
     }
     token = drawn_column(columns, rows.uniforms[row], [&](int64_t column) -> uint64_t {
