@@ -83,7 +83,8 @@ class _Search:
             self.best_row,
         )  # fmt: skip
         self.scores, self.next_scores = self.next_scores, self.scores
-        self.kept, self.next_kept = self.next_kept, self.kept
+        if may_be_new:
+            self.kept, self.next_kept = self.next_kept, self.kept
         self.path.append(going)
         self.tokens = going[1]
         self._select(state, bool(may_be_new))

@@ -21,10 +21,9 @@ def beam_step_reference(
         return of_words.view(beams, batch, count).transpose(1, 2).flatten(0, 1)
 
     log_prob = by_row(logits - peak[:, None] - total.log()[:, None])
-    before = scores[:, None].expand(beams, count, batch).flatten(0, 1)
-    order = torch.where(before == -torch.inf, before, before + log_prob).sort(
-        dim=0, descending=True, stable=True
-    )
+    score = scores[:, None] + log_prob.view(beams, count, batch)
+    score.masked_fill_((scores == -torch.inf)[:, None], -torch.inf)
+    order = score.flatten(0, 1).sort(dim=0, descending=True, stable=True)
     score, at = order.values, order.indices
     parent, token, log_prob = at // count, by_row(found).gather(0, at), log_prob.gather(0, at)
     is_eos, ends = token == eos, limits == step + 1
@@ -41,9 +40,6 @@ def beam_step_reference(
         next_kept[2].copy_(torch.cat([kept[2], log_prob[:beams]]).gather(0, best))
         is_new.copy_((best[0] >= beams) & (next_kept[0][0] != -torch.inf))
         best_row.copy_(next_kept[1][1, 0] * batch + torch.arange(batch, device=best.device))
-    else:
-        for before, after in zip(kept, next_kept, strict=True):
-            after.copy_(before)
     if _may_be_any(is_eos):
         # Stable: active hypotheses stay in order, and inactive ones go after them.
         order = score.masked_fill(is_eos, -torch.inf).sort(dim=0, descending=True, stable=True)
@@ -52,10 +48,12 @@ def beam_step_reference(
     next_scores.copy_(score[:beams])
     for column, part in zip(going, (parent, token, log_prob), strict=True):
         column.copy_(part[:beams])
-    torch.add(going[0] * batch, torch.arange(batch, device=parent.device), out=from_row)
-    best_score = next_scores[0]
-    attainable = torch.maximum(best_score / soon, best_score / late)
-    active &= ~ends & (best_score != -torch.inf) & ~(next_kept[0][-1] >= attainable)
+    torch.add(torch.arange(batch, device=token.device), going[0], alpha=batch, out=from_row)
+    best_score, worst_kept = next_scores[0], (next_kept if some_end else kept)[0][-1]
+    active &= ~ends & (best_score != -torch.inf)
+    if _may_be_any(worst_kept != -torch.inf):
+        attainable = torch.maximum(best_score / soon, best_score / late)
+        active &= ~(worst_kept >= attainable)
     return int(some_end)
 
 
@@ -64,7 +62,8 @@ def beam_step_reference(
 # score -inf stays at that. The best K that do not end stay active. Those among the best K that end
 # are compared, by score / now, with the kept hypotheses. A row is done once none of its active
 # hypotheses could become better than the worst kept one, if all further words had probability 1.
-# The result is 0 if no hypothesis has ended; on a GPU always 1.
+# The result is 0 if no hypothesis has ended, and then next_kept, is_new and best_row are not
+# written; on a GPU it is always 1.
 beam_step = define_operator(
     beam_step_reference,
     "(Tensor logits, Tensor found, "  # [K B, n], of the likeliest words; int64 [K B, n]: these
