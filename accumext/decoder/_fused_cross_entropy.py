@@ -342,8 +342,8 @@ class FusedCrossEntropy:
             position, h, y, r, t, q = map(torch.cat, zip(*pending))
         gradients = self._gradients
         if len(gradients.hidden):
-            d_hidden = self._product(exps.t(), self.weight)
-            _operators.add_rows(gradients.hidden, position, r, d_hidden, None)
+            d_hidden = self._product(exps.t(), self.weight).mul_(r[:, None])
+            _operators.add_rows(gradients.hidden, position, None, d_hidden, None)
             _operators.add_rows(gradients.hidden, position, t, self.weight, y)
             if self._uniform > 0:
                 gradients.hidden[position] -= torch.outer(q, self._colsum)

@@ -211,9 +211,11 @@ def slices(size: int, length: int = SLICE) -> Iterator[slice]:
 def add_rows_reference(
     sums: Tensor, to: Tensor | None, factor: Tensor | None, rows: Tensor, source: Tensor | None
 ) -> None:
-    rows = (rows if source is None else rows[source]).to(sums.dtype)
+    if source is not None:
+        rows = rows[source]  # a copy
+    rows = rows.to(sums.dtype)
     if factor is not None:
-        rows = rows * factor[:, None]
+        rows = rows * factor[:, None] if source is None else rows.mul_(factor[:, None])
     if to is None:
         sums += rows
     else:
