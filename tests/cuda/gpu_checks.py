@@ -168,16 +168,6 @@ def decoder_calls() -> Iterator[tuple[str, Call]]:
         for soft in ("tokens", "all words") if rows > 3 else ():
             call = objective_call(**shape, soft=soft, narrow=rows == 32)
             yield f"head_objective V={words} B={rows} {soft}", call
-    for words, rows in ((9, 3), (4100, 9), (50257, 2)):  # plain PyTorch takes seconds for more
-        shape = {"rows": rows, "words": words, "narrow": rows == 2, "logit_rows": 32}
-        for size in (1, 9, 70)[: 3 if words > 70 else 2]:
-            yield f"head_top V={words} B={rows} k={size}", top_call(**shape, size=size)
-        for top_k, top_p in ((7, 0.8), (50, 1.0), (300, 0.5), (10**6, 0.9)):
-            name = f"head_sample V={words} B={rows} k={top_k} p={top_p}"
-            yield name, sample_call(**shape, top_k=top_k, top_p=top_p)
-    for beams, words, rows in ((1, 9, 3), (4, 50257, 16), (20, 40, 5)):
-        call = beam_call(rows=rows, beams=beams, words=words)
-        yield f"beam_step K={beams} V={words} B={rows}", call
     for kind, narrow in itertools.product(KINDS, (False, True)):
         told = f"{kind} {'narrow' if narrow else 'wide'}"
         for batch in (5, 17, 33):
@@ -190,6 +180,16 @@ def decoder_calls() -> Iterator[tuple[str, Call]]:
     for batch, sampled in itertools.product((9, 17, 33), (False, True)):
         name = f"decode_steps all logits below 0 B={batch} {'sampled' if sampled else 'greedy'}"
         yield name, steps_call("gru", narrow=True, batch=batch, sampled=sampled, bias=-50.0)
+    for words, rows in ((9, 3), (4100, 9), (50257, 2)):  # plain PyTorch takes seconds for more
+        shape = {"rows": rows, "words": words, "narrow": rows == 2, "logit_rows": 32}
+        for size in (1, 9, 70)[: 3 if words > 70 else 2]:
+            yield f"head_top V={words} B={rows} k={size}", top_call(**shape, size=size)
+        for top_k, top_p in ((7, 0.8), (50, 1.0), (300, 0.5), (10**6, 0.9)):
+            name = f"head_sample V={words} B={rows} k={top_k} p={top_p}"
+            yield name, sample_call(**shape, top_k=top_k, top_p=top_p)
+    for beams, words, rows in ((1, 9, 3), (4, 50257, 16), (20, 40, 5)):
+        call = beam_call(rows=rows, beams=beams, words=words)
+        yield f"beam_step K={beams} V={words} B={rows}", call
 
 
 OPERATORS: dict[str, Operator] = {
