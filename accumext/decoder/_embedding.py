@@ -2,7 +2,7 @@
 
 Autograd would make a dense [V, E] gradient per lookup. Here the backward of a lookup only stores
 its rows. All lookups of a call depend on one empty tensor, the anchor. So autograd runs the
-backward of the anchor after those of all lookups: it adds the stored rows in a single `index_add`.
+backward of the anchor after those of all lookups: it adds the stored rows in a single `add_rows`.
 """
 
 from __future__ import annotations
