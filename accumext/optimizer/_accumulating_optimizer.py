@@ -371,7 +371,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             >>> if opt.stepped:
             ...     scheduler.step()
         """
-        return self._engine.stepped
+        return self._engine.state.stepped
 
     @property
     def last(self) -> WindowReport | None:

@@ -16,7 +16,6 @@ from accumext.optimizer._grads import fresh, grads_of, present, set_grads
 from accumext.optimizer._other_passes import pass_over
 from accumext.optimizer._report import WindowReport
 from accumext.optimizer._step_watch import StepWatch
-from accumext.optimizer._window import NO_WINDOW
 from accumext.tensors import checks
 from accumext.tensors.kinds import nonfinite, zero_flag
 from accumext.tensors.scalars import equals, to_host_if_free
@@ -169,4 +168,4 @@ class _Evaluation:
         grads = grads_of(parameters)
         ours = list(map(is_, grads, window.sums)) if engine.state.in_grad else ()
         used = engine.state.consumed.after(grads, ours)
-        engine.update(window=NO_WINDOW, consumed=used, last=report, accumulated=False)
+        engine.begin_next(used, report)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from accumext.master_weights import SteppedTensors
 from accumext.ops.wgrad_fusion import MainGrads
-from accumext.optimizer._grads import clear_grads, is_none, note_gone
+from accumext.optimizer._grads import ConsumedGrads, clear_grads, is_none, note_gone
 from accumext.optimizer._report import Name, WindowReport
 from accumext.optimizer._settings import OP, Settings
 from accumext.optimizer._window import NO_WINDOW, Phase, State, Window
@@ -167,7 +167,6 @@ class Engine:
         self.optimizer = optimizer  # the wrapped one
         self.tensors = target  # what it steps on
         self.state = State()
-        self.last_before: WindowReport | None = None  # the last report as `step` or `flush` began
         self.settings = settings
         self.policy = policy
         self.reducer = reducer
@@ -192,6 +191,7 @@ class Engine:
         state = State(  # copies come without `.grad`, and share no model's group
             window=window,
             last=self.state.last,
+            stepped=self.state.stepped,
             accumulated=self.state.accumulated,
             saved=window.ledger.micro_batches,  # the original is there to step on them
         )
@@ -221,6 +221,12 @@ class Engine:
     def update(self, **changes: Any) -> None:
         """Replace parts of the state."""
         self.state = self.state._replace(**changes)
+
+    def begin_next(self, used: ConsumedGrads, report: WindowReport) -> None:
+        """Begin the next window, after the step that this report is of."""
+        self.state = self.state._replace(
+            window=NO_WINDOW, consumed=used, accumulated=False, last=report, stepped=True
+        )
 
     def commit(self, state: State, emptied: Sequence[Tensor] = (), drops: bool = False) -> None:
         """Replace the state, empty `.grad` of these parameters, and with `drops` drop what the
@@ -274,11 +280,6 @@ class Engine:
             self.state.last.evidence = None
 
     # Parameters and sums
-
-    @property
-    def stepped(self) -> bool:
-        """True if the last `step` or `flush` has closed a window."""
-        return self.state.last is not self.last_before
 
     def names(self) -> dict[Tensor, Name]:
         """Return names of parameters and masters, or indices if the optimizer has no names."""

@@ -59,7 +59,8 @@ def run_step(
         settings, optimizer = engine.settings, engine.optimizer
         if engine.state.micro_batch is not None:
             engine.refuse(op)
-        engine.last_before = engine.state.last
+        if engine.state.stepped:
+            engine.update(stepped=False)
         if closure is not None and not callable(closure):
             refuse_closure(op, closure)
         if settings.needs_closure or (closure is not None and may_hand_through(engine, proxy)):
@@ -117,8 +118,7 @@ def _outer_scale(engine: Engine, proxy: Optimizer, op: str) -> OuterScale:
 def flush(engine: Engine, proxy: Optimizer, op: str) -> None:
     """Add pending gradients, and step on the window if any process has something in it."""
     engine.refuse(op)
-    engine.last_before = engine.state.last
-    engine.update(accumulated=False, other_pass=None)
+    engine.update(stepped=False, accumulated=False, other_pass=None)
     if engine.settings.needs_closure:
         return
     refuse_unscaled(op, engine.settings.scaler, proxy, engine.optimizer)
@@ -133,7 +133,7 @@ def flush(engine: Engine, proxy: Optimizer, op: str) -> None:
 def _took_a_step(engine: Engine) -> bool:
     """Tell whether the last `step` has stepped, as far as the host knows."""
     last = engine.state.last
-    return engine.stepped and last is not None and not last.known_to_be_skipped
+    return engine.state.stepped and last is not None and not last.known_to_be_skipped
 
 
 def _is_priming(optimizer: Optimizer) -> bool:

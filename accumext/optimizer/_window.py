@@ -109,6 +109,7 @@ class State(NamedTuple):
     micro_batch: OpenMicroBatch | None = None  # inside micro_batch()
     sending: Any = None  # the `Sending` of a window that is being summed over processes
     last: WindowReport | None = None
+    stepped: bool = False  # the latest `step` or `flush` has closed a window
     accumulated: bool = False  # since the last step, before an outer GradScaler could see
     through_backward: bool = False  # the latest micro-batch came through `backward`
     saved: int = 0  # micro-batches of the window that a checkpoint, or the copied optimizer, holds

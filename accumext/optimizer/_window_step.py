@@ -148,10 +148,7 @@ class _GuardedStep:
         if plan.sums.in_grad:
             made = list(map(is_, self._before, plan.window.sums))
             used = used.after(grads_of(self._parameters), made)
-        engine.update(
-            window=NO_WINDOW, consumed=used, last=_report(engine, self._parameters, plan),
-            accumulated=False,
-        )  # fmt: skip
+        engine.begin_next(used, _report(engine, self._parameters, plan))
         self._closed = engine.state
         if engine.reducer.sharded:
             engine.reducer.closed()
