@@ -56,9 +56,10 @@ class Matmul {
         overwrite_(overwrite) {
     if (left_.dtype == Dtype::kBFloat16) paired_ = paired_kernels();
     depth_block_ = panel_terms<T>(depth_, paired_ != nullptr);
-    panel_size_ = depth_block_ * kPanelColumns<T>;
+    panel_size_ = panel_size<T>(depth_block_, paired_ != nullptr);
     const int64_t least = paired_ != nullptr ? kLeastPairedRows : kLeastRows;
-    row_span_ = std::min(kMostRows, (rows_ / kPieces + least) / least * least);
+    row_span_ = std::min(kMostRows, rows_ / kPieces + least) / least * least;
+    spans_ = (rows_ + row_span_ - 1) / row_span_;
   }
 
   void run() const {
@@ -67,9 +68,9 @@ class Matmul {
     const int64_t fit = std::max<int64_t>(1, kPackedBytes / (panel_size_ * sizeof(T)));
     const int64_t wide = std::min(panels, fit);
     const int64_t deep = std::clamp<int64_t>(fit / panels, 1, blocks);
-    const int64_t spans = (rows_ + row_span_ - 1) / row_span_;
-    const int64_t group = std::max<int64_t>(1, wide * spans / kPieces);  // panels of a piece
-    Team::gather(spans * ((wide + group - 1) / group), [&](Team& team) {
+    const int64_t groups = std::min(wide, (kPieces + spans_ - 1) / spans_);
+    const int64_t group = (wide + groups - 1) / groups;  // panels of a piece
+    Team::gather(spans_ * groups, [&](Team& team) {
       const Buffer<T> packed(wide * deep * panel_size_);
       const Buffer<T> scratch(team.threads() * row_span_ * depth_block_);
       for (int64_t panel = 0; panel < panels; panel += wide) {
@@ -103,11 +104,10 @@ class Matmul {
 
   // All rows times these panels.
   void multiply(Team& team, const Part& part, int64_t group, T* scratch) const {
-    const int64_t spans = (rows_ + row_span_ - 1) / row_span_;
     const int64_t groups = (part.panels + group - 1) / group;
-    team.share(spans * groups, 1, [&](int64_t i, int64_t, int64_t thread) {
-      const int64_t first = i / spans * group, last = std::min(first + group, part.panels);
-      const int64_t row = i % spans * row_span_;
+    team.share(spans_ * groups, 1, [&](int64_t i, int64_t, int64_t thread) {
+      const int64_t first = i / spans_ * group, last = std::min(first + group, part.panels);
+      const int64_t row = i % spans_ * row_span_;
       T* packed_rows = scratch + thread * row_span_ * depth_block_;
       for (int64_t block = 0; block < part.blocks; ++block) {
         Block<T> b = left_block(row, part.block + block, packed_rows);
@@ -186,6 +186,7 @@ class Matmul {
   int64_t depth_block_;                    // terms of a panel
   int64_t panel_size_;                     // elements
   int64_t row_span_;                       // rows of a piece
+  int64_t spans_;                          // of all rows
 };
 
 // out = left right, by the library.

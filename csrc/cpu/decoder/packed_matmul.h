@@ -22,6 +22,12 @@ int64_t panel_terms(int64_t depth, bool paired) {
   return up_to(2 * kTile, (depth + blocks - 1) / blocks);
 }
 
+// Elements of a panel of so many terms. Two bfloat16 terms take the place of one float.
+template <typename T>
+int64_t panel_size(int64_t terms, bool paired) {
+  return (paired ? terms / 2 : terms) * kPanelColumns<T>;
+}
+
 // A tensor in another dtype.
 Tensor converted(const Tensor& tensor, Dtype dtype);
 
@@ -44,7 +50,8 @@ class PackedWeight {
         paired_(pairs(dtype_)),
         terms_(panel_terms<T>(depth, paired_ != nullptr)),
         blocks_((depth + terms_ - 1) / terms_),
-        packed_(panels * blocks_ * terms_ * kPanelColumns<T>) {
+        panel_size_(panel_size<T>(terms_, paired_ != nullptr)),
+        packed_(panels * blocks_ * panel_size_) {
     require((kDtypeOf<T> == Dtype::kDouble) == (dtype_ == Dtype::kDouble));
     Team::once(panels * blocks_, 1,
                [&](int64_t i, int64_t, int64_t) { pack(weight, i / blocks_, i % blocks_); });
@@ -112,7 +119,7 @@ class PackedWeight {
   }
 
   T* at(int64_t panel, int64_t block) const {
-    return packed_.get() + (panel * blocks_ + block) * terms_ * kPanelColumns<T>;
+    return packed_.get() + (panel * blocks_ + block) * panel_size_;
   }
 
   void pack(const Tensor& weight, int64_t panel, int64_t block) const {
@@ -145,7 +152,8 @@ class PackedWeight {
   Dtype dtype_;
   const PairedKernels* paired_;  // null: operands are T in the product
   int64_t terms_, blocks_;       // of a panel
-  Buffer<T> packed_;             // [panels, blocks, terms, kPanelColumns]
+  int64_t panel_size_;           // elements of a block of it
+  Buffer<T> packed_;             // [panels, blocks, panel_size]
   int64_t count_ = 0;
   std::vector<T> rows_;  // packed, block by block; paired: of bfloat16, as they are
 };
