@@ -155,7 +155,7 @@ class CallableSteps:
                 with self._replay.measuring(self.context) as sizes:
                     segment, state = self.run_steps(0, 0, end, state)
                 graph, size = sum(sizes.values()), size_of(state)
-            elif measures and keeps_graph(steps - begin, graph, size_of(state) - size):
+            elif measures and keeps_graph(begin, steps, graph, size_of(state) - size):
                 if active is None and size == size_of(self.transcript.tokens.state):
                     end = steps  # the graphs of all further steps are kept, and none is skipped
                 segment, state = self.run_steps(begin, begin, end, state)

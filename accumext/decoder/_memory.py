@@ -241,39 +241,51 @@ def _callable_cell(call: Call) -> tuple[int, int, int]:
     """Return the bytes that the cell and the embedding take: until the end; of the graph that the
     forward pass keeps; and in the backward pass, beside the first and the head's gradients.
 
-    Kept until the end are outputs and the states between segments. The backward pass begins and
-    ends with a segment; then the rows of all lookups are joined.
+    Kept until the end are outputs and the states between segments. The backward pass goes back
+    through the segments; then the rows of all lookups are joined.
     """
     model, tokens, longest = call.model, call.tokens, longest_segment(call)
-    table, weight = model.table.weight, model.head_weight
+    table, weight, steps = model.table.weight, model.head_weight, call.tokens.steps
     first, last = segment_memory(call, longest)
+    growth = (last.state - first.state) / max(1, steps - 1)  # bytes of the state in a step
     # The call measures the graph of its first step without the embeddings that the step reads.
     read = tokens.batch * table.shape[1] * table.element_size()
-    growth = (last.state - first.state) // max(1, tokens.steps - 1)
     with_graph = kept_spans(call, first.graph - read, growth)
-    steps = sum(end - begin for begin, end in with_graph)
-    # The graph of a step grows with the state, from the first step's to the last one's.
-    middles = sum((end - begin) * (begin + end) // 2 for begin, end in with_graph)
-    kept = steps * first.graph + (last.graph - first.graph) * middles // max(1, tokens.steps)
-    hidden = tokens.steps * tokens.batch * weight.shape[1]
+    looked_up = tokens.batch * table.shape[1] * table.element_size() * table.requires_grad
+    windows = call.truncation.spans(steps)
+    parts = [(begin, end) for begin, _, end in windows]
+    if len(windows) == 1:
+        parts = segments_of(call.truncation, steps, measures=not call.plan.bounded)
+
+    def state_after(end: int) -> int:
+        return int(first.state + growth * (end - 1))
+
+    # The graph of a step grows with the state, from the first step's on.
+    slope = (last.graph - first.graph) / max(1, steps - longest / 2)
+    lookups = looked_up * sum(end - begin for begin, end in parts)
+    kept, between, peak, later = 0, 0, 0, lookups
+    for begin, end in parts:
+        graph = int((end - begin) * (first.graph + slope * (begin + end) / 2))
+        later -= looked_up * (end - begin)
+        if (begin, end) in with_graph:
+            kept, graph = kept + graph, 0
+        elif begin > 0:
+            between += state_after(begin)
+        # Beside graphs: gradients, that of the state, and what the pass back computes.
+        beside = last.alone - longest * last.graph + (state_after(end) if end < steps else 0)
+        peak = max(peak, kept + between + graph + later + beside)
+    hidden = steps * tokens.batch * weight.shape[1]
     ends = tokens.eos is not None or tokens.within_length is not None
     # If all tokens are known, the head reads steps whose graph is kept at once: their places,
     # tokens and losses.
-    at_once = longest if ends or growth else max(longest, steps)
+    with_graph_steps = sum(end - begin for begin, end in with_graph)
+    at_once = longest if ends or growth else max(longest, with_graph_steps)
     rows = 0 if tokens.free_running else at_once * tokens.batch
     read_at_once = rows * (3 * 8 + model.dtypes.accumulation.itemsize)
-    between = (first.state + last.state) // 2 * ((tokens.steps - 1) // longest)
-    spans = call.truncation.spans(tokens.steps)
-    lookups = tokens.batch * sum(end - begin for begin, _, end in spans)
-    looked_up = table.shape[1] * table.element_size() * table.requires_grad  # bytes per lookup
-    # The last segment is part of the kept graph, unless only the first step's is kept.
-    begin = between + last.alone + max(0, kept - last.graph * longest if steps > 1 else kept)
-    end = (lookups - longest * tokens.batch) * looked_up + last.alone + first.graph * (steps > 0)
     sums = _table_size(model) - hidden
-    joined = last.gradients + 2 * lookups * looked_up
-    joined += sums * model.dtypes.accumulation.itemsize
+    joined = last.gradients + 2 * lookups + sums * model.dtypes.accumulation.itemsize
     states = hidden * weight.element_size() + between
-    return states, kept + read_at_once, max(begin, end, joined) - states
+    return states, kept + read_at_once, max(peak, joined) - states
 
 
 def longest_segment(call: Call) -> int:
@@ -285,7 +297,7 @@ def longest_segment(call: Call) -> int:
     return max(1, min(SEGMENT, steps, period or SEGMENT))
 
 
-def kept_spans(call: Call, graph: int, growth: int) -> list[tuple[int, int]]:
+def kept_spans(call: Call, graph: int, growth: float) -> list[tuple[int, int]]:
     """Return the steps [begin, end) whose graph `CallableSteps` keeps. They depend on the bytes of
     the first step's graph, and on those that each step adds to the state."""
     steps = call.tokens.steps
@@ -294,7 +306,7 @@ def kept_spans(call: Call, graph: int, growth: int) -> list[tuple[int, int]]:
     return [
         (begin, end)
         for begin, end in segments_of(call.truncation, steps, measures=True)
-        if begin == 0 or keeps_graph(steps - begin, graph, growth * (begin - 1))
+        if begin == 0 or keeps_graph(begin, steps, graph, int(growth * (begin - 1)))
     ]
 
 

@@ -119,8 +119,11 @@ def fill_budget(
     return Plan(max(1, min(rows, steps * batch)), logit_rows)
 
 
-def keeps_graph(steps: int, graph: int, growth: int) -> bool:
-    """Tell whether the graph of so many last steps is kept, from the bytes of the first step's
-    graph and the growth of the state since. The growth counts twice: a cache, and its frozen copy.
+def keeps_graph(begin: int, steps: int, graph: int, growth: int) -> bool:
+    """Tell whether the graph of the steps from `begin` on is kept, from the bytes of the first
+    step's graph and the growth of the state since. It will go on growing, and counts twice: a
+    cache, and its frozen copy.
     """
-    return steps * (graph + 2 * growth) <= KEPT_GRAPH
+    left = steps - begin
+    mean = growth * (begin - 1 + left / 2) / max(1, begin - 1)
+    return left * (graph + 2 * mean) <= KEPT_GRAPH

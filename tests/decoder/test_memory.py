@@ -310,8 +310,9 @@ def test_sizes_of_a_call(call, rows, logit_rows, kept):
 
 
 def test_graphs_that_are_kept_take_sixteen_mebibytes():
-    """The first step's bytes for each step, and twice those by which the state has grown."""
-    assert keeps_graph(16, 2**20, 0)
-    assert not keeps_graph(16, 2**20 + 1, 0)
-    assert keeps_graph(16, 2**20 - 2**10, 2**9)
-    assert not keeps_graph(16, 2**20 - 2**10, 2**9 + 1)
+    """The first step's bytes for each step, and twice those by which the state will have grown."""
+    assert keeps_graph(1, 17, 2**20, 0)
+    assert not keeps_graph(1, 17, 2**20 + 1, 0)
+    # It has grown by 2**8, and in the middle of as many steps to come by half as much again.
+    assert keeps_graph(17, 33, 2**20 - 3 * 2**8, 2**8)
+    assert not keeps_graph(17, 33, 2**20 - 3 * 2**8 + 1, 2**8)

@@ -181,6 +181,13 @@ def test_a_state_that_grows(steps, call):
     compare(Cached(), steps, (torch.zeros(BATCH, 0, SIZE),) * 2, **call)
 
 
+@pytest.mark.parametrize("budget", [2**17, None])
+@pytest.mark.parametrize("steps", [17, 24, 70])
+def test_a_state_that_grows_from_none(steps, budget):
+    """Over a last segment of few steps; without a budget, graphs of two segments may be kept."""
+    compare(Cached(), steps, None, memory_budget=budget)
+
+
 @pytest.mark.parametrize("limit", [2**20, 3 * 2**20])
 def test_a_state_that_grows_if_the_graphs_of_the_first_and_last_steps_are_kept(limit, monkeypatch):
     """Which are small ones and large ones."""
