@@ -293,27 +293,23 @@ def _beams(dtype: torch.dtype, rows: int) -> dict[str, Any]:
     shape, words = (3, rows), (3 * rows, 4)
     scores, score = torch.rand(2, *shape, dtype=torch.float64).sort(1, descending=True).values
     numbers, log_probs = torch.randint(3, (3, *shape)), torch.rand(shape, dtype=dtype)
-    limits = torch.randint(2, 9, [rows])
-    kept = [score - 1, numbers, log_probs]
     return {
         "logits": torch.rand(words, dtype=dtype).sort(1, descending=True).values,
         "found": torch.rand(3 * rows, 9).argsort(1)[:, :4].contiguous(),
-        "peak": torch.rand(3 * rows, dtype=dtype) + 1, "total": torch.rand(3 * rows, dtype=dtype),
-        "limits": limits, "late": limits.double(), "step": 1, "now": 2.0, "soon": 3.0, "eos": 0,
-        "scores": scores - 1, "active": torch.rand(rows) < 0.8, "kept": kept,
-        "next_scores": torch.zeros_like(scores), "next_kept": [torch.zeros_like(k) for k in kept],
+        "stats": torch.rand(3 * rows, 2, dtype=dtype) + 1, "limits": torch.randint(2, 9, [rows]),
+        "step": 1, "length_penalty": 1.0, "eos": 0,
+        "scores": (scores - 1).masked_fill(torch.rand(rows) < 0.2, -torch.inf),
+        "kept": [score - 1, numbers, log_probs],
         "going": [*torch.zeros_like(numbers[:2]), torch.zeros_like(log_probs)],
-        "from_row": torch.zeros_like(numbers[0]), "is_new": torch.zeros(rows, dtype=torch.bool),
-        "best_row": torch.zeros(rows, dtype=torch.int64),
     }  # fmt: skip
 
 
 def _states_of_beams(dtype: torch.dtype) -> dict[str, Any]:
     state = torch.randn(2, 27, 5).to(dtype)
     return {
-        "state": state, "from_row": torch.randint(27, (3, 9)), "is_new": torch.rand(9) < 0.5,
-        "best_row": torch.randint(27, [9]), "batch_dim": 1, "next_state": torch.zeros_like(state),
-        "best": torch.zeros_like(state[:, :9]),
+        "state": state, "parents": torch.randint(3, (3, 9)),
+        "of_kept": torch.randint(3, (3, 3, 9)), "step": 1, "batch_dim": 1,
+        "next_state": torch.zeros_like(state), "best": torch.zeros_like(state[:, :9]),
     }  # fmt: skip
 
 

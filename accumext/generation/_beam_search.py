@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accumext.decoder import of_chosen_rows
-from accumext.generation._beam_step import beam_step, select_states
+from accumext.generation._beam_step import beam_step, may_be_any, rows_of_head, select_states
 from accumext.generation._stepper import OP, EndWatch, Generated, Stepper
 from accumext.recurrence import State, freeze, join, leaves, map_leaves, map_tensors
 
@@ -32,9 +32,9 @@ def beam_search(
 ) -> tuple[Generated, Tensor]:
     """Search the best hypotheses of every row. Return them and their scores [B, K]."""
     search = _Search(stepper.from_state(state), state, first, steps, beams, length_penalty)
-    watch = EndWatch()
+    watch = EndWatch(inactive=-torch.inf)
     for step in range(steps):
-        if watch.none_active(search.active):
+        if watch.none_active(search.scores[0]):
             break
         search.advance(step)
     return search.results()
@@ -44,75 +44,57 @@ class _Search:
     def __init__(
         self, stepper: Stepper, state: State, first: Tensor, steps: int, beams: int, penalty: float
     ) -> None:
-        batch = len(first)
+        shape = beams, batch = beams, len(first)
+        dtype = stepper.layer.dtype  # of sums, and of an operator's state
         self.stepper, self.beams, self.batch, self.penalty = stepper, beams, batch, penalty
         self.batch_dim = stepper.model.cell.batch_dim
         self.limits = stepper.limits.clamp(max=steps)
-        self.late = self.limits.double() ** penalty
-        self.active = self.limits > 0  # [B]: rows that are not done
-        rows = torch.arange(batch, device=first.device)
-        none = torch.full((beams, batch), -torch.inf, dtype=torch.float64, device=first.device)
-        self.scores = none.index_fill(0, rows.new_zeros(1), 0.0)  # of the active hypotheses
-        numbers = rows.new_zeros(3, beams, batch)
-        log_probs = torch.zeros_like(none, dtype=stepper.layer.dtype)
-        self.kept = [none, numbers, log_probs]  # as beam_step has them
-        # Where the next step's go.
-        self.next_scores = torch.empty_like(none)
-        self.next_kept = [torch.empty_like(part) for part in self.kept]
-        self.from_row = rows.new_empty(beams, batch)
-        self.best_row, self.is_new = torch.empty_like(rows), torch.empty_like(self.active)
-        self.some_kept = False  # whether some hypothesis may have ended
-        self.tokens = first.expand(beams, batch)
+        # As beam_step has them. At first, a row has one hypothesis, without tokens.
+        self.scores = first.new_full(shape, -torch.inf, dtype=torch.float64)
+        numbers, log_probs = first.new_zeros(3, *shape), first.new_zeros(shape, dtype=dtype)
+        self.kept = [self.scores.clone(), numbers, log_probs]
+        self.best_length, self.best_parent = numbers[:2, 0]
+        self.scores[0].masked_fill_(self.limits > 0, 0.0)
+        # Parents, tokens and log-probabilities [K, B] of the active hypotheses of each length.
+        self.path = [[first.new_zeros(shape), first.repeat(beams, 1), log_probs.clone()]]
         self.state, self.best_state = self._on_every_beam(state), state
-        if stepper.by_operator is not None:  # which has the state in the dtype of sums
-            self.best_state = map_tensors(
-                lambda leaf: leaf.to(stepper.layer.dtype, copy=True), state
-            )
-        # Parents, tokens and log-probabilities [K, B] of the active hypotheses after each step.
-        self.path: list[list[Tensor]] = []
+        if stepper.by_operator is not None:
+            self.best_state = map_tensors(lambda leaf: leaf.to(dtype, copy=True), state)
 
     def advance(self, step: int) -> None:
         """Add one token to every active hypothesis."""
         hidden, state = self._step()
-        eos, numbers = self.stepper.eos, self.from_row.new_empty(2, self.beams, self.batch)
-        going = [*numbers, torch.empty_like(self.kept[2])]
-        may_be_new = beam_step(
-            *self._likeliest(hidden), self.limits, self.late, step, (step + 1) ** self.penalty,
-            (step + 2) ** self.penalty, -1 if eos is None else eos, self.scores, self.active,
-            self.kept, self.next_scores, self.next_kept, going, self.from_row, self.is_new,
-            self.best_row,
+        eos = -1 if self.stepper.eos is None else self.stepper.eos
+        going = [torch.empty_like(part) for part in self.path[0]]
+        beam_step(
+            *self._likeliest(hidden), self.limits, step, self.penalty, eos, self.scores, self.kept,
+            going,
         )  # fmt: skip
-        self.scores, self.next_scores = self.next_scores, self.scores
-        if may_be_new:
-            self.kept, self.next_kept = self.next_kept, self.kept
         self.path.append(going)
-        self.tokens = going[1]
-        self._select(state, bool(may_be_new))
+        self._select(state, step)
 
     def results(self) -> tuple[Generated, Tensor]:
         """Return the kept hypotheses. Their tokens are traced back from the last to the first."""
-        kept_score, (length, parent, last_token), last_log_prob = self.kept
-        steps = int(length.max()) if length.numel() else 0
-        tokens = torch.full_like(last_token, self.stepper.pad).repeat(steps, 1, 1)
-        log_probs = torch.zeros_like(last_log_prob).repeat(steps, 1, 1)
-        for step in reversed(range(steps)):
-            last, inside = length == step + 1, length > step + 1
-            if step < len(self.path):
-                before, token, log_prob = (column.gather(0, parent) for column in self.path[step])
-                tokens[step] = torch.where(inside, token, tokens[step])
-                log_probs[step] = torch.where(inside, log_prob, 0)
-                parent = torch.where(inside, before, parent)
-            tokens[step] = torch.where(last, last_token, tokens[step])
-            log_probs[step] = torch.where(last, last_log_prob, log_probs[step])
-        silent = self.limits == 0  # a row without steps has one hypothesis, without tokens
-        scores = kept_score.clone()
-        scores[0] = scores[0].masked_fill(silent, 0.0)
-        hypotheses = (tokens.transpose(1, 2), log_probs.transpose(1, 2), length.t())
-        return Generated(*hypotheses, self._last_state()), scores.t().to(self.stepper.layer.dtype)
+        scores, (lengths, at, last_token), last_log_prob = self.kept
+        path = self.path[: 1 + int(lengths.max()) if lengths.numel() else 1]
+        before = []  # the hypotheses [K, B] of each length that they continue, the longest first
+        for length, (parents, _, _) in reversed(list(enumerate(path))):
+            before.append(at)
+            at = torch.where(lengths > length, parents.gather(0, at), at)
+        at = torch.stack(before[::-1])
+        _, tokens, log_probs = (torch.stack(column).gather(1, at) for column in zip(*path))
+        place = torch.arange(len(path), device=at.device)[:, None, None]
+        inside, last = place < lengths, place == lengths
+        tokens = torch.where(inside, tokens, torch.where(last, last_token, self.stepper.pad))
+        log_probs = torch.where(inside, log_probs, torch.where(last, last_log_prob, 0))
+        tokens, log_probs = (part[1:].transpose(1, 2) for part in (tokens, log_probs))
+        scores[0].masked_fill_(self.limits == 0, 0.0)  # of a hypothesis without tokens
+        generated = Generated(tokens, log_probs, lengths.t(), self._last_state())
+        return generated, scores.t().to(self.stepper.layer.dtype)
 
     def _last_state(self) -> State:
         """Return the states of the best hypotheses, with 0-dim tensors from the last step."""
-        if not self.some_kept:
+        if len(self.path) == 1:  # no steps
             return self.best_state
         current = iter(leaves(self.state))
 
@@ -124,15 +106,15 @@ class _Search:
 
     def _step(self) -> tuple[Tensor, State]:
         """Return outputs [K B, H] and states after the hypotheses' last tokens."""
-        stepper, size = self.stepper, self.batch
+        stepper, size, tokens = self.stepper, self.batch, self.path[-1][1]
         if not stepper.model.context:
-            return stepper.step(self.tokens.flatten(), self.state)
+            return stepper.step(tokens.flatten(), self.state)
         # One hypothesis of every row at a time: the context has B rows, and is not copied K times.
         steps = []
         for k in range(self.beams):
             at = slice(k * size, (k + 1) * size)
             state = map_tensors(partial(_rows, at=at, dim=self.batch_dim), self.state)
-            steps.append(stepper.step(self.tokens[k], state))
+            steps.append(stepper.step(tokens[k], state))
         hiddens, states = zip(*steps, strict=True)
         return torch.cat(hiddens), join(OP, self._cat, list(states))
 
@@ -140,30 +122,28 @@ class _Search:
         """Return the likeliest words of the active hypotheses, for `beam_step`."""
         count = min(self.beams + 1, len(self.stepper.layer.weight))
         likeliest = partial(self.stepper.layer.likeliest, count=count)
-        if hidden.device.type != "cpu":
+        if hidden.device.type != "cpu" or float(self.scores.min()) > -torch.inf:
             return likeliest(hidden)
         # Inactive hypotheses are skipped, and get any values.
-        is_active = (self.scores != -torch.inf) & self.active
-        return of_chosen_rows(likeliest, is_active.flatten(), hidden)
+        return of_chosen_rows(likeliest, (self.scores != -torch.inf).flatten(), hidden)
 
-    def _select(self, state: State, may_be_new: bool) -> None:
+    def _select(self, state: State, step: int) -> None:
         """Take the states of the active hypotheses, and of new best ones that have ended."""
-        self.some_kept |= may_be_new
-        if may_be_new and self.stepper.by_operator is not None:
+        parents, of_kept = self.path[-1][0], self.kept[1]
+        if self.stepper.by_operator is not None and parents.device.type != "cpu":
             best = iter(leaves(self.best_state))
-            self.state = map_tensors(lambda leaf: self._selected(leaf, next(best)), state)
-            return
-        self.state = map_tensors(partial(self._rows_of, at=self.from_row.flatten()), state)
-        if may_be_new:
-            of_best = map_tensors(partial(self._rows_of, at=self.best_row), state)
-            self.best_state = freeze(OP, self.is_new, of_best, self.best_state, self.batch_dim)
 
-    def _selected(self, leaf: Tensor, best: Tensor) -> Tensor:
-        selected = torch.empty_like(leaf)
-        select_states(
-            leaf, self.from_row, self.is_new, self.best_row, self.batch_dim, selected, best
-        )
-        return selected
+            def selected(leaf: Tensor) -> Tensor:
+                active = torch.empty_like(leaf)
+                select_states(leaf, parents, of_kept, step, self.batch_dim, active, next(best))
+                return active
+
+            self.state = map_tensors(selected, state)
+            return
+        self.state = map_tensors(partial(self._rows_of, hypotheses=parents), state)
+        if may_be_any(is_new := self.best_length == step + 1):
+            of_best = map_tensors(partial(self._rows_of, hypotheses=self.best_parent), state)
+            self.best_state = freeze(OP, is_new, of_best, self.best_state, self.batch_dim)
 
     def _on_every_beam(self, state: State) -> State:
         return map_tensors(lambda leaf: self._cat([leaf] * self.beams), state)
@@ -171,8 +151,10 @@ class _Search:
     def _cat(self, parts: list[Tensor]) -> Tensor:
         return parts[0] if parts[0].dim() == 0 else torch.cat(parts, self.batch_dim)
 
-    def _rows_of(self, leaf: Tensor, at: Tensor) -> Tensor:
-        return leaf if leaf.dim() == 0 else leaf.index_select(self.batch_dim, at)
+    def _rows_of(self, leaf: Tensor, hypotheses: Tensor) -> Tensor:
+        if leaf.dim() == 0:
+            return leaf
+        return leaf.index_select(self.batch_dim, rows_of_head(hypotheses).flatten())
 
 
 def _rows(leaf: Tensor, at: slice, dim: int) -> Tensor:

@@ -17,7 +17,7 @@ from accumext.decoder import (
     head_forward,
     head_forward_reference,
     logits_of,
-    no_grad_no_autocast,
+    no_autocast,
     rounded_head,
     softmax_stats,
 )
@@ -50,7 +50,7 @@ class OutputLayer:
         stats = hidden.new_empty(3, len(hidden), dtype=self.dtype)
         operands = self._operands(hidden)
         everything = top_k == len(self.weight) and top_p == 1
-        with no_grad_no_autocast(hidden.device):
+        with no_autocast(hidden.device):
             if uniforms is None or everything:
                 forward = head_forward if self.logits is None else head_forward_reference
                 forward(*operands, None, uniforms, temperature, None, LOGIT_ROWS, tokens, stats)
@@ -59,18 +59,18 @@ class OutputLayer:
                 choose(*operands, uniforms, temperature, top_k, top_p, LOGIT_ROWS, tokens, stats)
         return tokens, stats[0], stats[1], stats[2]
 
-    def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def likeliest(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the largest logits [M, count] for hidden [M, H], their tokens, and the statistics
-        of each row [M]: peak and sum of exp(z - peak)."""
+        [M, 2] of each row: peak and sum of exp(z - peak)."""
         logits = hidden.new_empty(len(hidden), count, dtype=self.dtype)
         tokens = torch.empty(logits.shape, dtype=torch.int64, device=hidden.device)
         stats = hidden.new_empty(2, len(hidden), dtype=self.dtype)
         operands = self._operands(hidden)
-        with no_grad_no_autocast(hidden.device):
+        with no_autocast(hidden.device):
             top = head_top if self.logits is None else head_top_reference
             rows = LOGIT_ROWS if hidden.device.type == "cpu" else CUDA_BEAM_LOGIT_ROWS
             top(*operands, rows, logits, tokens, stats)
-        return logits, tokens, stats[0], stats[1]
+        return logits, tokens, stats.t()
 
     def _operands(self, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         if self.logits is not None:

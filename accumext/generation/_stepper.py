@@ -15,10 +15,10 @@ from accumext.decoder import (
     Model,
     RnnWeights,
     StepsCall,
-    define_operator,
+    define_cuda_operator,
     dense_rows,
     module_state,
-    no_grad_no_autocast,
+    no_autocast,
     operands,
     states_from,
 )
@@ -119,7 +119,7 @@ def end_rows_reference(
 
 
 # The rows that stay active after the tokens of a step, and the inputs of the next step.
-end_rows = define_operator(
+end_rows = define_cuda_operator(
     end_rows_reference,
     "(Tensor tokens, Tensor active, Tensor limits, "  # int64, bool, int64: number of steps, all [B]
     "int step, int eos, int pad, "  # eos -1: none
@@ -155,7 +155,8 @@ class OperatorSteps:
         """Return the output [M, H] and the state after tokens [M], as the step of a cell does.
         Inactive rows keep their state."""
         self.parts = list(state) if self.rnn.state_parts == 2 else [state]
-        self.run(tokens[None], tokens[None].contiguous(), None if active is None else active[None])
+        inputs = tokens[None].contiguous()
+        self.run(inputs, inputs, None if active is None else active[None])
         hidden = self.parts[0]
         return hidden[-1] if self.rnn.stacked else hidden, self.state
 
@@ -173,7 +174,7 @@ class OperatorSteps:
             tokens=tokens, pad=self.stepper.pad, eos=self.stepper.eos, active=active,
             uniforms=uniforms, temperature=temperature,
         )  # fmt: skip
-        with no_grad_no_autocast(inputs.device):
+        with no_autocast(inputs.device):
             used = call.run(0, len(inputs), layer.weight, layer.bias, LOGIT_ROWS, stats, rows)
         last = [state[-1].clone() for state in states]  # a view would keep all steps
         self.parts = module_state(rnn, last, [layer.dtype] * rnn.state_parts)
@@ -189,21 +190,22 @@ class EndWatch:
     """Detects the end of all rows. On a GPU it is detected a few steps late, since the host does
     not wait for the GPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, inactive: float = False) -> None:
+        self._inactive = inactive  # the value of a row that has ended: the smallest there is
         self._asked: tuple[Tensor, torch.cuda.Event] | None = None
 
-    def none_active(self, active: Tensor) -> bool:
+    def none_active(self, rows: Tensor) -> bool:
         """Tell whether no row is active; on a GPU, whether no row was active some steps before."""
-        if active.device.type != "cuda":
-            return not active.any()
+        if rows.device.type != "cuda":
+            return rows.max().item() == self._inactive
         if self._asked is not None:
             answer, event = self._asked
             if not event.query():
                 return False
-            if not answer.any():  # in host memory: this does not wait
+            if answer.max().item() == self._inactive:  # in host memory: this does not wait
                 return True
-        answer = torch.empty(active.shape, dtype=torch.bool, device="cpu", pin_memory=True)
-        answer.copy_(active, non_blocking=True)
+        answer = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True)
+        answer.copy_(rows, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._asked = answer, event

@@ -10,8 +10,8 @@ from accumext.backends import _self_test
 from accumext.tensors.torch_private import operator
 
 CASES = _self_test.cases()
-# These change their arguments and return an int as well, which torch does not make functional.
-NOT_TRACED = {"decode_steps", "beam_step"}
+# It changes its arguments and returns an int as well, which torch does not make functional.
+NOT_TRACED = {"decode_steps"}
 
 
 @pytest.mark.slow

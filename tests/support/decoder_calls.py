@@ -90,18 +90,14 @@ def beam_call(
     logits = scores(beams * rows, size).sort(dim=1, descending=True).values.to(dtype)
     found = torch.stack([torch.randperm(words)[:size] for _ in range(beams * rows)])
     limits = torch.randint(3, 7, [rows])
-    numbers = torch.randint(beams, (6, *shape))
+    of_kept, numbers = torch.randint(beams, (3, *shape)), torch.zeros(2, *shape).long()
+    of_kept[0] = (kept != -torch.inf) * torch.randint(1, 3, shape)
+    total = 1 + torch.rand(beams * rows, dtype=dtype) * (levels > 99)  # else its logarithm is exact
     return Call("beam_step", [
-        logits, found, logits[:, 0].clone(),
-        1 + torch.rand(beams * rows, dtype=dtype) * (levels > 99),  # else the logarithms are exact
-        limits, limits.double() ** 0.7, 2, 3**0.7, 4**0.7, 0, hypotheses,
-        torch.rand(rows) < 0.8, [kept, numbers[:3], torch.rand(shape, dtype=dtype)],
-        torch.zeros_like(kept),
-        [torch.zeros_like(kept), torch.zeros_like(numbers[:3]), torch.zeros(shape, dtype=dtype)],
-        [*torch.zeros_like(numbers[:2]), torch.zeros(shape, dtype=dtype)],
-        torch.zeros_like(numbers[0]), torch.zeros(rows, dtype=torch.bool),
-        torch.zeros(rows, dtype=torch.int64),
-    ], 11)  # fmt: skip
+        logits, found, torch.stack([logits[:, 0], total]).t(), limits, 2, 0.7, 0, hypotheses,
+        [kept, of_kept, torch.rand(shape, dtype=dtype)],
+        [*numbers, torch.zeros(shape, dtype=dtype)],
+    ], 7)  # fmt: skip
 
 
 def select_call(
@@ -110,9 +106,9 @@ def select_call(
     """Of a state [L, K B, H], or [K B, H]."""
     stack = (layers,) if layers else ()
     state = torch.randint(100, (*stack, beams * rows, 9)).to(dtype)
-    of_rows = torch.randint(beams, (beams + 1, rows)) * rows + torch.arange(rows)
     return Call("select_states", [
-        state, of_rows[:-1], torch.rand(rows) < 0.5, of_rows[-1], len(stack),
+        state, torch.randint(beams, (beams, rows)), torch.randint(beams, (3, beams, rows)),
+        beams // 2 - 1, len(stack),
         torch.zeros_like(state), torch.ones(*stack, rows, 9).to(dtype),
     ], 5)  # fmt: skip
 

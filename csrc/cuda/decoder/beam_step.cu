@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -10,23 +11,12 @@ namespace accumext::cuda {
 namespace {
 
 template <typename T>
-KeptHypotheses<T> kept_from(const Views& views, const std::vector<Tensor>& kept, int64_t size) {
-  require(kept.size() == 3);
-  auto* const numbers = views.dense<int64_t>(kept[1], 3 * size);
-  return {views.dense<double>(kept[0], size), numbers, numbers + size, numbers + 2 * size,
-          views.dense<T>(kept[2], size)};
-}
-
-template <typename T>
-void beam_step(BeamStep<T> call, const Views& views, const Tensor& logits, const Tensor& peak,
-               const Tensor& total, const std::vector<Tensor>& kept,
-               const std::vector<Tensor>& next_kept, const Tensor& log_probs) {
+void beam_step(const Views& views, BeamStep<T> call, const Tensor& logits, const Tensor& stats,
+               const Tensor& kept_log_probs, const Tensor& log_probs) {
   const int64_t hypotheses = call.beams * call.rows;
   call.logits = views.dense<const T>(logits, hypotheses * call.words);
-  call.peak = views.dense<const T>(peak, hypotheses);
-  call.total = views.dense<const T>(total, hypotheses);
-  call.kept = kept_from<T>(views, kept, hypotheses);
-  call.next_kept = kept_from<T>(views, next_kept, hypotheses);
+  call.stats = views.matrix<const T>(stats, hypotheses, 2);
+  call.kept_log_probs = views.dense<T>(kept_log_probs, hypotheses);
   call.log_probs = views.dense<T>(log_probs, hypotheses);
   if (call.rows == 0) return;
   const Queue queue(views.device_index());
@@ -38,47 +28,39 @@ void beam_step(BeamStep<T> call, const Views& views, const Tensor& logits, const
   queue.launch(beam_step_kernel<T>, call.rows, kBlockSize, call);
 }
 
-int64_t beam_step_cuda(Tensor logits, Tensor found, Tensor peak, Tensor total, Tensor limits,
-                       Tensor late, int64_t step, double now, double soon, int64_t eos,
-                       Tensor scores, Tensor active, TensorList kept, Tensor next_scores,
-                       TensorList next_kept, TensorList going, Tensor from_row, Tensor is_new,
-                       Tensor best_row) {
+void beam_step_cuda(Tensor logits, Tensor found, Tensor stats, Tensor limits, int64_t step,
+                    double length_penalty, int64_t eos, Tensor scores, TensorList kept,
+                    TensorList going) {
   const Views views(logits);
-  require(scores.dim() == 2 && logits.dim() == 2);
+  require(scores.dim() == 2 && logits.dim() == 2 && logits.size(1) >= 1);
   const int64_t beams = scores.size(0);
   const int64_t rows = scores.size(1);
   const int64_t size = beams * rows;
-  const int64_t words = logits.size(1);
-  require(words >= 1);
-  const std::vector<Tensor> before = std::move(kept).tensors();
-  const std::vector<Tensor> after = std::move(next_kept).tensors();
+  const std::vector<Tensor> old = std::move(kept).tensors();
   const std::vector<Tensor> path = std::move(going).tensors();
-  require(path.size() == 3);
+  require(old.size() == 3 && path.size() == 3);
   const auto run = [&](auto type) {
-    using T = decltype(type);
-    BeamStep<T> call{.rows = rows, .beams = beams, .words = words};
-    call.found = views.dense<const int64_t>(found, size * words);
+    BeamStep<decltype(type)> call{.rows = rows, .beams = beams, .words = logits.size(1)};
+    call.found = views.dense<const int64_t>(found, size * call.words);
     call.limits = views.dense<const int64_t>(limits, rows);
-    call.late = views.dense<const double>(late, rows);
     call.step = step;
-    call.now = now;
-    call.soon = soon;
+    call.length_penalty = length_penalty;
+    call.now = std::pow(step + 1.0, length_penalty);
+    call.soon = std::pow(step + 2.0, length_penalty);
     call.eos = eos;
-    call.scores = views.dense<const double>(scores, size);
-    call.active = views.dense<bool>(active, rows);
-    call.next_scores = views.dense<double>(next_scores, size);
+    call.scores = views.dense<double>(scores, size);
+    call.kept_scores = views.dense<double>(old[0], size);
+    call.kept_lengths = views.dense<int64_t>(old[1], 3 * size);
+    call.kept_parents = call.kept_lengths + size;
+    call.kept_tokens = call.kept_parents + size;
     call.parents = views.dense<int64_t>(path[0], size);
     call.tokens = views.dense<int64_t>(path[1], size);
-    call.from_row = views.dense<int64_t>(from_row, size);
-    call.is_new = views.dense<bool>(is_new, rows);
-    call.best_row = views.dense<int64_t>(best_row, rows);
-    beam_step(call, views, logits, peak, total, before, after, path[2]);
+    beam_step(views, call, logits, stats, old[2], path[2]);
   };
   float_dtype(logits) == Dtype::kDouble ? run(double()) : run(float());
-  return 1;  // there may be a new best hypothesis: the host does not wait to know
 }
 
-void select_states_cuda(Tensor state, Tensor from_row, Tensor is_new, Tensor best_row,
+void select_states_cuda(Tensor state, Tensor parents, Tensor of_kept, int64_t step,
                         int64_t batch_dim, Tensor next, Tensor best) {
   const Views views(state);
   require(0 <= batch_dim && batch_dim < state.dim() && best.dim() == state.dim());
@@ -93,9 +75,8 @@ void select_states_cuda(Tensor state, Tensor from_row, Tensor is_new, Tensor bes
     require(next.dim() == state.dim() && next.size(d) == state.size(d));
     if (d != batch_dim) (d < batch_dim ? outer : inner) *= state.size(d);
   }
-  const auto* const from = views.dense<const int64_t>(from_row, hypotheses);
-  const auto* const fresh = views.dense<const bool>(is_new, rows);
-  const auto* const best_from = views.dense<const int64_t>(best_row, rows);
+  const auto* const of_hypotheses = views.dense<const int64_t>(parents, hypotheses);
+  const auto* const lengths = views.dense<const int64_t>(of_kept, 3 * hypotheses);
   const int64_t elements = outer * (hypotheses + rows) * inner;
   const Queue queue(views.device_index());
   const auto run = [&](auto type) {
@@ -104,8 +85,8 @@ void select_states_cuda(Tensor state, Tensor from_row, Tensor is_new, Tensor bes
     const int64_t blocks = std::min((elements + kBlockSize - 1) / kBlockSize, resident);
     queue.launch(select_states_kernel<E>, blocks, kBlockSize,
                  static_cast<const E*>(state.data_ptr()), static_cast<E*>(next.data_ptr()),
-                 static_cast<E*>(best.data_ptr()), from, fresh, best_from, outer, hypotheses, rows,
-                 inner);
+                 static_cast<E*>(best.data_ptr()), of_hypotheses, lengths, lengths + hypotheses,
+                 step + 1, outer, hypotheses, rows, inner);
   };
   switch (state.element_size()) {
     case 1:

@@ -132,6 +132,10 @@ RACES = (
         "hypotheses are sorted before all are there", "beams", DEVICE, BEAMS,
         "Word<double>* sorted, int64_t count) {\n  ",
     ),
+    without_barrier(
+        "kept hypotheses are overwritten before all are read", "beams", DEVICE, BEAMS,
+        "log_prob = call.log_prob(c, b);\n      }\n    }\n    ",
+    ),
     # --- a loss of whole distributions ---
     without_barrier(
         "words are compared before all are there", "head_objective", STATIC, OBJECTIVE,
