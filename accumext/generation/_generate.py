@@ -163,6 +163,9 @@ def generate(
         one_of(OP, "search", search, SEARCHES)
         if math.isinf(number(OP, "length_penalty", length_penalty)):
             fail_value(OP, "length_penalty", "be finite", length_penalty)
+        if abs(length_penalty) * math.log(steps + 1) > 700.0:  # float64 ends at exp(709)
+            contract = f"have {steps + 1} ** length_penalty in the range of float64"
+            fail_value(OP, "length_penalty", contract, length_penalty)
         token_filter = _filter(search, temperature, top_k, top_p, beams)
         beams = positive_int(OP, "beams", beams)
         dtypes = [part.dtype for part in tensors(state)]

@@ -402,6 +402,11 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"eos": 13}, ValueError, "eos must be in [0, 13), got 13"),
     ({"temperature": 0.0}, ValueError, "temperature must be greater than 0 and finite, got 0.0. s"),
     ({"length_penalty": float("inf")}, ValueError, "length_penalty must be finite, got inf"),
+    (
+        {"length_penalty": 400.0, "search": "beam"},
+        ValueError,
+        "length_penalty must have 7 ** length",
+    ),
     ({"top_k": 3}, ValueError, "top_k must be None unless search is 'sample', got 3"),
     ({"top_p": 0.3, "search": "beam"}, ValueError, "top_p must be None unless search is 'sample'"),
     ({"beams": 3}, ValueError, "beams must be left at 4 unless search is 'beam', got 3"),
