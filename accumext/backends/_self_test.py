@@ -182,7 +182,9 @@ def _lists(*main_dtypes: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def _list_cases() -> Iterator[Case]:
+    """Yield calls with few tensors and with many, for which there are other CUDA kernels."""
     main_grads, grads = _lists(*_DTYPES)
+    many = [*main_grads, *grads]
     wide_main_grads, wide_grads = _lists(torch.float32, torch.float64)
     broken_grads = [*grads[:-1], grads[-1] / 0]
     flag = torch.zeros(())
@@ -197,18 +199,20 @@ def _list_cases() -> Iterator[Case]:
         yield Case(clip, lists | factor | {"max_norm": math.inf})
         yield Case(clip, wide | factor | {"norm_type": 3.0, "found_inf": flag})
         yield Case(clip, broken | factor | {"max_norm": 1.0, "if_finite": True})
-        for norm_type in (1.0, 2.0, 3.0, math.inf, -math.inf):
-            norm = {"grads": grads, "norm_type": norm_type, "found_inf": flag}
+        for norm_type, tensors in product((1.0, 2.0, 3.0, math.inf, -math.inf), (grads, many)):
+            norm = {"grads": tensors, "norm_type": norm_type, "found_inf": flag}
             yield Case(f"total_norm{overload}", norm | factor)
-        yield Case(f"scale_{overload}", {"grads": main_grads, "factor": number})
-    copied = {"targets": main_grads, "sources": grads}
-    for seed, found_inf in product((None, torch.tensor(7 << 40 | 3)), (None, flag, flag + 1)):
+        for tensors in (main_grads, many):
+            yield Case(f"scale_{overload}", {"grads": tensors, "factor": number})
+    seeds = (None, torch.tensor(7 << 40 | 3))
+    for seed, found_inf, count in product(seeds, (None, flag, flag + 1), (40, None)):
+        copied = {"targets": main_grads[:count], "sources": grads[:count]}
         yield Case("copy_rounded_", copied | {"seed": seed, "found_inf": found_inf})
     number = torch.tensor(0.37, dtype=torch.float64)
     numbers = {"numbers": torch.zeros(3, dtype=torch.float64), "flags": torch.zeros(3)}
     rules = {"base_weight": 1.0, "max_norm": 5.0, "normalised": False, "checks_norm": True}
-    for known in (None, number):
-        window = {"main_grads": main_grads, "ledger": [known, None, *[number] * 5]}
+    for known, tensors in ((None, main_grads), (None, many), (number, main_grads)):
+        window = {"main_grads": tensors, "ledger": [known, None, *[number] * 5]}
         yield Case("window_factors", numbers | window | rules)
 
 

@@ -8,7 +8,8 @@ namespace accumext::cuda {
 
 void launch_accumulate(const Call<2>& call, const Scalar& inv_scale, const Clip* clip,
                        bool overwrite, Partial* partials) {
-  call.for_chunks(accumulate_kernel, inv_scale, clip, overwrite, partials);
+  call.for_chunks(accumulate_kernel<kSmallTable>, accumulate_kernel<kLargeTable>, inv_scale, clip,
+                  overwrite, partials);
 }
 
 namespace {

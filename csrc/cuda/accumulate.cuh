@@ -25,9 +25,11 @@ struct LoadedPair {
 //           clip->skip
 //   So 10 bytes per element of a half grad and a float main_grad, 6 with overwrite. main_grad and
 //   grad may be the same memory, hence no __restrict__ on them.
+template <size_t kTableBytes>
 __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
-    accumulate_kernel(Table<2> table, Scalar inv_scale, const Clip* __restrict__ clip,
-                      bool overwrite, Partial* __restrict__ partials) {
+    accumulate_kernel(const __grid_constant__ Table<2, kTableBytes> table, Scalar inv_scale,
+                      const Clip* __restrict__ clip, bool overwrite,
+                      Partial* __restrict__ partials) {
   if (clip != nullptr && clip->skip) return;
   const Norm<NormKind::kSquares> norm{2.0};
   reduce_chunks(table, norm, partials, [&](const Entry<2>& entry, int64_t chunk) {
@@ -44,10 +46,10 @@ __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
         ThreadSum<NormKind::kSquares, norm_t> sum{norm};
         acc_t probe = 0;
         walk<kInFlight<main_t, grad_t>, main_t, grad_t>(
-            table, entry, chunk, entry.aligned[1],
-            [&]<int kCount>(Count<kCount>, const auto& at) {
+            table, entry, chunk,
+            [&]<int kCount, bool kAligned>(Access<kCount, kAligned>, const auto& at) {
               LoadedPair<main_t, grad_t, kCount> x = {};
-              x.grad = read<kCount>(grad + at.of[1]);
+              x.grad = read<kCount, kAligned>(grad + at.of[1]);
               if (!overwrite) x.main_grad = read<kCount>(main_grad + at.of[0]);
               return x;
             },

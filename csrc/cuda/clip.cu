@@ -1,5 +1,5 @@
 // unscale_check_clip_accumulate_: the norm of a micro-batch first, then its accumulation, in three
-// launches over one table. The clip passes from one kernel to the next in device memory.
+// launches. The clip passes from one kernel to the next in device memory.
 #include <optional>
 #include <vector>
 
@@ -14,6 +14,9 @@ Tensor clip_accumulate_cuda(TensorList main_grads, TensorList grads, scale_t inv
                             bool overwrite, bool if_finite) {
   Arguments arguments;
   const std::vector<Pair> pairs = arguments.pairs(main_grads, grads);
+  std::vector<Span> spans;
+  spans.reserve(pairs.size());
+  for (const Pair& pair : pairs) spans.push_back(grad_of(pair));
   const Scalar unscale = arguments.scalar(inv_scale);
   const double limit = arguments.max_norm(max_norm);
   const double p = arguments.norm_type(norm_type);
@@ -21,15 +24,16 @@ Tensor clip_accumulate_cuda(TensorList main_grads, TensorList grads, scale_t inv
   arguments.require_apart(pairs, unscale, flag);
   if (grads.size() == 0) return norm_of_nothing();
 
+  const Call<1> incoming(spans, arguments.device_index());
   const Call<2> call(pairs, arguments.device_index());
-  Tensor norm = call.new_norm(pairs, &Pair::grad_dtype);
+  Tensor norm = incoming.new_norm(spans, &Span::dtype);
   const Tensor memory = call.workspace(sizeof(Clip));
   Clip* clip = static_cast<Clip*>(memory.data_ptr());
   Outcome after = outcome(norm, flag);
   after.clip = clip;
   after.max_norm = limit;
   after.if_finite = if_finite;
-  launch_norm(call, p, unscale, after);
+  launch_norm(incoming, p, unscale, after);
   launch_accumulate(call, unscale, clip, overwrite, /*partials=*/nullptr);
   return norm;
 }

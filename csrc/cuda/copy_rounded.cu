@@ -17,10 +17,10 @@ void copy_rounded_cuda(TensorList targets, TensorList sources, std::optional<Ten
   if (targets.size() == 0) return;
   const int32_t device = arguments.device_index();
   if (key == nullptr) {
-    Call<2>(pairs, device).for_chunks(copy_rounded_kernel<2>, key, flag);
+    Call<2>(pairs, device, kSmallTable).for_chunks(copy_rounded_kernel<2>, key, flag);
   } else {
     const std::vector<NumberedPair> numbered = Arguments::numbered(pairs, targets, sources);
-    Call<3>(numbered, device).for_chunks(copy_rounded_kernel<3>, key, flag);
+    Call<3>(numbered, device, kSmallTable).for_chunks(copy_rounded_kernel<3>, key, flag);
   }
 }
 

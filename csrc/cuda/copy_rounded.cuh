@@ -80,11 +80,13 @@ constexpr int kStochasticBlocks = 2;
 //   writes  target, any dtype, [chunk], once; nothing at all if found_inf is not 0
 //   So 6 bytes per element of a float source and a half target. A target may be its source, hence
 //   no __restrict__ on them. With three operands (tensor_list.h), rounding is stochastic if the
-//   target is narrower than the source; with two there is no seed.
+//   target is narrower than the source; with two there is no seed. There is no kernel for large
+//   tables: the code is long, and weights and their masters stay where they are, so that a table
+//   which is uploaded once serves every call.
 template <int kOperands>
 __global__ void __launch_bounds__(kBlockSize, kOperands == 3 ? kStochasticBlocks : kResidentBlocks)
-    copy_rounded_kernel(Table<kOperands> table, const int64_t* __restrict__ seed,
-                        const float* __restrict__ found_inf) {
+    copy_rounded_kernel(const __grid_constant__ SmallTable<kOperands> table,
+                        const int64_t* __restrict__ seed, const float* __restrict__ found_inf) {
   if (found_inf != nullptr && *found_inf != 0.0f) return;
   const int64_t begin = share(table, blockIdx.x);
   const int64_t end = share(table, blockIdx.x + int64_t{1});
@@ -101,9 +103,9 @@ __global__ void __launch_bounds__(kBlockSize, kOperands == 3 ? kStochasticBlocks
         target_t* target = data_of<target_t>(entry, 0);
         const source_t* source = data_of<const source_t>(entry, 1);
         walk<kUnroll, target_t, widest_t>(
-            table, entry, chunk, entry.aligned[1],
-            [&]<int kCount>(Count<kCount>, const auto& at) {
-              return read<kCount>(source + at.of[1]);
+            table, entry, chunk,
+            [&]<int kCount, bool kAligned>(Access<kCount, kAligned>, const auto& at) {
+              return read<kCount, kAligned>(source + at.of[1]);
             },
             [&]<int kCount>(const Vector<source_t, kCount>& x, const auto& at) {
               if constexpr (std::is_same_v<target_t, source_t>) {

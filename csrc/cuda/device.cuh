@@ -4,6 +4,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_runtime.h>
 
 #include <algorithm>
 #include <bit>
@@ -24,17 +25,30 @@ constexpr unsigned kAllLanes = 0xffffffff;
 
 __device__ inline int lane() { return threadIdx.x % kWarpSize; }
 
+// --- how a table travels -----------------------------------------------------------------------
+
+// Bytes of a table that travels among the arguments of a kernel. The arguments may have 4,096 in
+// all, and from CUDA 12.1 on 32,764, if the driver has it; the rest is left for the others. Most
+// kernels are there for both sizes, since more bytes take longer to launch.
+constexpr size_t kSmallTable = 3920;
+constexpr size_t kLargeTable = CUDART_VERSION >= 12010 ? 32560 : kSmallTable;
+
+template <int kOperands>
+using SmallTable = Table<kOperands, kSmallTable>;
+template <int kOperands>
+using LargeTable = Table<kOperands, kLargeTable>;
+
 // --- which chunk -------------------------------------------------------------------------------
 
 // The tensor of a chunk. Each step looks at 32 tensors at once.
-template <int kOperands>
-__device__ int tensor_of(const Table<kOperands>& table, int64_t chunk) {
+template <int kOperands, size_t kBytes>
+__device__ int tensor_of(const Table<kOperands, kBytes>& table, int64_t chunk) {
   int first = 0;
   int end = table.tensors;
   while (end - first > 1) {
     const int step = (end - first + kWarpSize - 1) / kWarpSize;
     const int mine = first + lane() * step;
-    const bool started = mine < end && table.entries[mine].first_chunk <= chunk;
+    const bool started = mine < end && table.entry(mine).first_chunk <= chunk;
     first += (__popc(__ballot_sync(kAllLanes, started)) - 1) * step;
     end = first + step < end ? first + step : end;
   }
@@ -43,21 +57,21 @@ __device__ int tensor_of(const Table<kOperands>& table, int64_t chunk) {
 
 // Calls f(entry, chunk) for chunks [begin, end), in all threads of a block. Every tensor has a
 // chunk, so only the tensor of the first chunk has to be searched for.
-template <int kOperands, typename F>
-__device__ void for_each_chunk(const Table<kOperands>& table, int64_t begin, int64_t end,
+template <int kOperands, size_t kBytes, typename F>
+__device__ void for_each_chunk(const Table<kOperands, kBytes>& table, int64_t begin, int64_t end,
                                const F& f) {
   if (begin >= end) return;
   int tensor = tensor_of(table, begin);
 #pragma unroll 1
   for (int64_t chunk = begin; chunk < end; ++chunk) {
-    if (!table.entries[tensor].holds(chunk)) ++tensor;
-    f(table.entries[tensor], chunk);
+    if (!table.entry(tensor).holds(chunk)) ++tensor;
+    f(table.entry(tensor), chunk);
   }
 }
 
 // The begin of a block's share of all chunks. Shares are contiguous and differ by one at most.
-template <int kOperands>
-__device__ int64_t share(const Table<kOperands>& table, int64_t block) {
+template <int kOperands, size_t kBytes>
+__device__ int64_t share(const Table<kOperands, kBytes>& table, int64_t block) {
   return table.chunks * block / gridDim.x;
 }
 
@@ -76,13 +90,14 @@ __device__ Offsets<kOperands> same_offsets(int64_t offset) {
   return result;
 }
 
-template <int kOperands>
-__device__ Offsets<kOperands> offsets_of(const Table<kOperands>& table,
+template <int kOperands, size_t kBytes>
+__device__ Offsets<kOperands> offsets_of(const Table<kOperands, kBytes>& table,
                                          const Entry<kOperands>& entry, int64_t element) {
+  if (entry.dims == 0) return same_offsets<kOperands>(element);
   Offsets<kOperands> result = same_offsets<kOperands>(0);
 #pragma unroll 1
   for (int d = entry.dims - 1; d >= 0; --d) {
-    const Dim<kOperands>& dim = table.dims[entry.first_dim + d];
+    const Dim<kOperands>& dim = table.dim(entry.first_dim + d);
     const int64_t outer = d == 0 ? 0 : element / dim.size;  // a 64-bit division is slow
     const int64_t inner = element - outer * dim.size;
     for (int k = 0; k < kOperands; ++k) result.of[k] += inner * dim.stride[k];
@@ -91,29 +106,27 @@ __device__ Offsets<kOperands> offsets_of(const Table<kOperands>& table,
   return result;
 }
 
-template <int kCount>
-struct Count {};
+// How a thread reads consecutive elements: of operand 0 always as a vector, of another one only if
+// that is aligned, else one by one.
+template <int kElements, bool kAligned>
+struct Access {};
 
-// Calls use(load(Count, at), at) for kCount elements at a time; each thread has kUnroll in flight.
-template <int kCount, int kUnroll, typename At, typename Load, typename Use>
+// Calls use(load(Access, at), at) for kCount elements at a time; each thread has kUnroll in flight.
+template <int kCount, bool kAligned, int kUnroll, typename At, typename Load, typename Use>
 __device__ void sweep(int times, const At& at, const Load& load, const Use& use) {
 #pragma unroll 1
   for (int first = threadIdx.x; first < times; first += kUnroll * kBlockSize) {
     decltype(at(0)) offsets[kUnroll];
     // Set even if nothing is loaded: an older value would keep its registers, too.
-    decltype(load(Count<kCount>(), at(0))) loaded[kUnroll] = {};
+    decltype(load(Access<kCount, kAligned>(), at(0))) loaded[kUnroll] = {};
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int time = first + u * kBlockSize;
       offsets[u] = at(time);
-      if constexpr (kCount > 1) {
-        // Beyond the end, the thread's first vector is loaded again. With a branch around each load
-        // the compiler would wait for one before it issues the next; and the vector must be the
-        // thread's own, since other threads may have stored theirs.
-        loaded[u] = load(Count<kCount>(), at(time < times ? time : first));
-      } else {
-        if (time < times) loaded[u] = load(Count<kCount>(), offsets[u]);
-      }
+      // Beyond the end, the thread's first vector is loaded again. With a branch around each load
+      // the compiler would wait for one before it issues the next; and the vector must be the
+      // thread's own, since other threads may have stored theirs.
+      loaded[u] = load(Access<kCount, kAligned>(), at(time < times ? time : first));
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -139,30 +152,35 @@ constexpr int kInFlight =
     std::max({sizeof(scalar_t)...}) == sizeof(double) ? kLeastInFlight<scalar_t...>
                                                       : std::bit_ceil(kLeastInFlight<scalar_t...>);
 
-// Processes a chunk with the threads of a block: load(Count, offsets) reads so many consecutive
-// elements, use(loaded, offsets) computes and writes. A dense tensor moves in vectors if they are
-// `aligned` in every operand; its head and tail, and any other tensor, one element per thread.
-template <int kUnroll, typename... scalar_t, int kOperands, typename Load, typename Use>
-__device__ void walk(const Table<kOperands>& table, const Entry<kOperands>& entry, int64_t chunk,
-                     bool aligned, const Load& load, const Use& use) {
-  constexpr int kSingles = 4;  // in flight
+// Processes a chunk with the threads of a block: load(Access, offsets) reads so many consecutive
+// elements, use(loaded, offsets) computes and writes. A dense tensor moves in vectors, with operand
+// 1 element by element if that is not aligned; its head and tail, and any other tensor, one element
+// per thread. With three operands a tensor of which one is not aligned does so, too: code for it
+// would need more registers than a thread has beside random bits.
+template <int kUnroll, typename... scalar_t, int kOperands, size_t kBytes, typename Load,
+          typename Use>
+__device__ void walk(const Table<kOperands, kBytes>& table, const Entry<kOperands>& entry,
+                     int64_t chunk, const Load& load, const Use& use) {
   constexpr int width = kWidth<scalar_t...>;
+  constexpr bool kMixed = kOperands == 2;  // vectors of one operand beside elements of another
+  constexpr int kSingles = kOperands == 3 ? 4 : 1;  // in flight
+  bool aligned = true;
+  if constexpr (kOperands > 1) aligned = entry.aligned[1];
   const int64_t begin = entry.chunk_begin(chunk);
   const int size = static_cast<int>(entry.chunk_end(chunk) - begin);
-  if (entry.dims > 0) {
-    const auto element = [&](int i) { return offsets_of(table, entry, begin + i); };
-    sweep<1, 1>(size, element, load, use);
-    return;
-  }
   const int head = chunk == entry.first_chunk ? entry.head : 0;
-  const int vectors = aligned ? (size - head) / width : 0;
+  const int vectors = entry.dims == 0 && (aligned || kMixed) ? (size - head) / width : 0;
   const int vectored = vectors * width;
   const auto vector = [&](int i) { return same_offsets<kOperands>(begin + head + i * width); };
   const auto single = [&](int i) {
-    return same_offsets<kOperands>(begin + (i < head ? i : i + vectored));
+    return offsets_of(table, entry, begin + (i < head ? i : i + vectored));
   };
-  sweep<width, kUnroll>(vectors, vector, load, use);
-  sweep<1, kSingles>(size - vectored, single, load, use);
+  if (aligned) {
+    sweep<width, true, kUnroll>(vectors, vector, load, use);
+  } else if constexpr (kMixed) {
+    sweep<width, false, (kUnroll + 1) / 2>(vectors, vector, load, use);
+  }
+  sweep<1, true, kSingles>(size - vectored, single, load, use);
 }
 
 // --- elements ----------------------------------------------------------------------------------
@@ -199,9 +217,15 @@ __device__ scalar_t* data_of(const Entry<kOperands>& entry, int operand) {
   return static_cast<scalar_t*>(entry.data[operand]);
 }
 
-template <int kCount, typename scalar_t>
+template <int kCount, bool kAligned = true, typename scalar_t>
 __device__ Vector<scalar_t, kCount> read(const scalar_t* data) {
-  return *reinterpret_cast<const Vector<scalar_t, kCount>*>(data);
+  if constexpr (kAligned) {
+    return *reinterpret_cast<const Vector<scalar_t, kCount>*>(data);
+  } else {
+    Vector<scalar_t, kCount> vector;
+    for (int n = 0; n < kCount; ++n) vector.set(n, data[n]);
+    return vector;
+  }
 }
 
 template <int kCount, typename scalar_t>

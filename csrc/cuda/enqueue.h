@@ -32,6 +32,14 @@ class Queue {
   cudaStream_t stream() const { return stream_; }
   int multiprocessors() const { return attribute(cudaDevAttrMultiProcessorCount); }
 
+  // Tells whether the arguments of a kernel may have more than 4,096 bytes, which takes a driver
+  // for CUDA 12.1.
+  bool has_large_arguments() const {
+    int version = 0;
+    STD_CUDA_CHECK(cudaDriverGetVersion(&version));
+    return version >= 12010;
+  }
+
   // kernel<<<blocks, threads>>>(arguments...), unless there are no blocks.
   template <typename... Parameters>
   void launch(void (*kernel)(Parameters...), int64_t blocks, int threads,

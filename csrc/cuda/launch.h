@@ -20,14 +20,17 @@ namespace accumext::cuda {
 template <int kOperands>
 class Call {
  public:
+  // largest: bytes of the largest table that its kernels take as an argument.
   template <typename Operand>  // Span, Pair or NumberedPair
-  Call(const std::vector<Operand>& operands, int32_t device) : queue_(device) {
-    const Packed<kOperands> packed(operands);
-    if (packed.chunks() > 0) memory_ = uploaded(packed.bytes(), device, queue_.stream());
-    table_ = packed.at(memory_.get());
+  Call(const std::vector<Operand>& operands, int32_t device, size_t largest = kLargeTable)
+      : queue_(device), packed_(operands) {
+    const size_t bytes = packed_.bytes().size();
+    if (bytes <= kSmallTable) return;
+    large_ = bytes <= largest && queue_.has_large_arguments();
+    if (!large_) memory_ = uploaded(packed_.bytes(), device, queue_.stream());
   }
 
-  int64_t chunks() const { return table_.chunks; }
+  int64_t chunks() const { return packed_.chunks(); }
 
   // Uninitialised memory of the device, in bytes.
   Tensor workspace(int64_t size) const {
@@ -44,11 +47,24 @@ class Call {
 
   // Launches a kernel that works chunk by chunk, unless all tensors are empty. As many blocks as
   // the device holds at once share the chunks.
-  template <typename... Parameters>
-  void for_chunks(void (*kernel)(Table<kOperands>, Parameters...),
+  template <size_t kBytes, typename... Parameters>
+  void for_chunks(void (*kernel)(Table<kOperands, kBytes>, Parameters...),
                   const std::type_identity_t<Parameters>&... arguments) const {
     const int64_t resident = kResidentBlocks * queue_.multiprocessors();
-    queue_.launch(kernel, std::min(chunks(), resident), kBlockSize, table_, arguments...);
+    queue_.launch(kernel, std::min(chunks(), resident), kBlockSize,
+                  packed_.template table<kBytes>(memory_.get()), arguments...);
+  }
+
+  // The same with the kernel for small tables, or for large ones.
+  template <typename... Parameters>
+  void for_chunks(void (*small)(SmallTable<kOperands>, Parameters...),
+                  void (*large)(LargeTable<kOperands>, Parameters...),
+                  const std::type_identity_t<Parameters>&... arguments) const {
+    if (large_) {
+      for_chunks(large, arguments...);
+    } else {
+      for_chunks(small, arguments...);
+    }
   }
 
   // Launches the kernel that finishes a norm from its partials.
@@ -59,8 +75,9 @@ class Call {
 
  private:
   Queue queue_;
-  std::shared_ptr<const std::byte> memory_;
-  Table<kOperands> table_;
+  Packed<kOperands> packed_;
+  bool large_ = false;                       // a table among the arguments, but not a small one
+  std::shared_ptr<const std::byte> memory_;  // of a table that is too long for them
 };
 
 // The norm of an empty list, on no device in particular.
@@ -73,10 +90,8 @@ inline Outcome outcome(const Tensor& norm, float* found_inf) {
   return {.norm = norm.data_ptr(), .norm_dtype = float_dtype(norm), .found_inf = found_inf};
 }
 
-// Both kernels of a norm of the last operands: norm.cu.
-template <int kOperands>
-void launch_norm(const Call<kOperands>& call, double p, const Scalar& inv_scale,
-                 const Outcome& outcome);
+// Both kernels of a norm: norm.cu.
+void launch_norm(const Call<1>& call, double p, const Scalar& inv_scale, const Outcome& outcome);
 
 // The accumulation, and its 2-norm's partials unless they are null: accumulate.cu.
 void launch_accumulate(const Call<2>& call, const Scalar& inv_scale, const Clip* clip,

@@ -7,20 +7,19 @@
 namespace accumext::cuda {
 namespace {
 
-template <NormKind kKind, int kOperands>
-void launch(const Call<kOperands>& call, const Norm<kKind>& norm, const Scalar& inv_scale,
+template <NormKind kKind>
+void launch(const Call<1>& call, const Norm<kKind>& norm, const Scalar& inv_scale,
             const Outcome& outcome) {
   const Tensor memory = call.workspace(call.chunks() * sizeof(Partial));
   Partial* partials = static_cast<Partial*>(memory.data_ptr());
-  call.for_chunks(norm_kernel<kKind, kOperands>, norm, inv_scale, partials);
+  call.for_chunks(norm_kernel<kKind, kSmallTable>, norm_kernel<kKind, kLargeTable>, norm, inv_scale,
+                  partials);
   call.finish(partials, norm, outcome);
 }
 
 }  // namespace
 
-template <int kOperands>
-void launch_norm(const Call<kOperands>& call, double p, const Scalar& inv_scale,
-                 const Outcome& outcome) {
+void launch_norm(const Call<1>& call, double p, const Scalar& inv_scale, const Outcome& outcome) {
   switch (norm_kind(p)) {
     case NormKind::kAbs:
       return launch(call, Norm<NormKind::kAbs>{p}, inv_scale, outcome);
@@ -34,8 +33,6 @@ void launch_norm(const Call<kOperands>& call, double p, const Scalar& inv_scale,
       return launch(call, Norm<NormKind::kPowers>{p}, inv_scale, outcome);
   }
 }
-
-template void launch_norm(const Call<2>&, double, const Scalar&, const Outcome&);  // clip.cu
 
 namespace {
 

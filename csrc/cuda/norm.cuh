@@ -27,31 +27,29 @@ struct Outcome {
   bool if_finite = false;  // with clip
 };
 
-// partials[c] = the terms of |grad * inv_scale| over chunk c, and whether each grad is finite. grad
-// is the table's last operand.
+// partials[c] = the terms of |grad * inv_scale| over chunk c, and whether each grad is finite.
 //
 //   grid    any                          block   kBlockSize threads, over a chunk at a time
 //   reads   grad, any dtype, [chunk], once: 2, 4 or 8 bytes per element; inv_scale
 //   writes  partials, [chunks]: 16 bytes per kElementsPerChunk elements
-template <NormKind kKind, int kOperands>
+template <NormKind kKind, size_t kTableBytes>
 __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
-    norm_kernel(Table<kOperands> table, Norm<kKind> norm, Scalar inv_scale,
-                Partial* __restrict__ partials) {
-  constexpr int kGrad = kOperands - 1;
-  reduce_chunks(table, norm, partials, [&](const Entry<kOperands>& entry, int64_t chunk) {
-    return with_type(entry.dtype[kGrad], [&](auto type) {
+    norm_kernel(const __grid_constant__ Table<1, kTableBytes> table, Norm<kKind> norm,
+                Scalar inv_scale, Partial* __restrict__ partials) {
+  reduce_chunks(table, norm, partials, [&](const Entry<1>& entry, int64_t chunk) {
+    return with_type(entry.dtype[0], [&](auto type) {
       using scalar_t = decltype(type);
       using acc_t = acc_type<scalar_t>;
-      const scalar_t* grad = data_of<const scalar_t>(entry, kGrad);
+      const scalar_t* grad = data_of<const scalar_t>(entry, 0);
       const acc_t factor = static_cast<acc_t>(value(inv_scale));
       ThreadSum<kKind, acc_t> sum{norm};
       acc_t probe = 0;
       // A power takes longer than its load, and needs registers.
       constexpr int kUnroll = kKind == NormKind::kPowers ? 1 : kInFlight<scalar_t>;
       walk<kUnroll, scalar_t>(
-          table, entry, chunk, entry.aligned[kGrad],
-          [&]<int kCount>(Count<kCount>, const auto& at) {
-            return read<kCount>(grad + at.of[kGrad]);
+          table, entry, chunk,
+          [&]<int kCount, bool kAligned>(Access<kCount, kAligned>, const auto& at) {
+            return read<kCount>(grad + at.of[0]);
           },
           [&]<int kCount>(const Vector<scalar_t, kCount>& x, const auto&) {
             sum.add(kCount, [&](int n) {

@@ -39,8 +39,8 @@ __device__ Partial warp_combined(const Norm<kKind>& norm, Partial mine) {
 // partials[c] = the threads' partials f(entry, c) of chunk c, combined, for the block's share of
 // the chunks; f is called even if partials is null. The warps synchronise only once in kBatch
 // chunks, so that one may wait for memory while another adds.
-template <int kOperands, NormKind kKind, typename F>
-__device__ void reduce_chunks(const Table<kOperands>& table, const Norm<kKind>& norm,
+template <int kOperands, size_t kBytes, NormKind kKind, typename F>
+__device__ void reduce_chunks(const Table<kOperands, kBytes>& table, const Norm<kKind>& norm,
                               Partial* __restrict__ partials, const F& f) {
   constexpr int kBatch = 32;
   constexpr int kWarps = kBlockSize / kWarpSize;

@@ -14,7 +14,8 @@ void scale_cuda(TensorList grads, scale_t factor) {
   arguments.require_apart(spans, multiplier);
   if (grads.size() == 0) return;
   const auto scale = [&](const std::vector<Span>& some) {
-    Call<1>(some, arguments.device_index()).for_chunks(scale_kernel, multiplier);
+    Call<1>(some, arguments.device_index())
+        .for_chunks(scale_kernel<kSmallTable>, scale_kernel<kLargeTable>, multiplier);
   };
   if (share_memory(spans)) {  // one after the other
     for (const Span& span : spans) scale({span});

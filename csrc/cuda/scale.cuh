@@ -11,8 +11,9 @@ namespace accumext::cuda {
 //   grid    any                          block   kBlockSize threads, over a chunk at a time
 //   reads and writes  grad, any dtype, [chunk], once each: 8 bytes per element of float; no grad at
 //                     all if the factor is 1
+template <size_t kTableBytes>
 __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
-    scale_kernel(Table<1> table, Scalar factor) {
+    scale_kernel(const __grid_constant__ Table<1, kTableBytes> table, Scalar factor) {
   const double multiplier = value(factor);
   if (multiplier == 1.0) return;
   const int64_t begin = share(table, blockIdx.x);
@@ -23,8 +24,10 @@ __global__ void __launch_bounds__(kBlockSize, kResidentBlocks)
       using acc_t = acc_type<scalar_t>;
       scalar_t* grad = data_of<scalar_t>(entry, 0);
       walk<kInFlight<scalar_t>, scalar_t>(
-          table, entry, chunk, entry.aligned[0],
-          [&]<int kCount>(Count<kCount>, const auto& at) { return read<kCount>(grad + at.of[0]); },
+          table, entry, chunk,
+          [&]<int kCount, bool kAligned>(Access<kCount, kAligned>, const auto& at) {
+            return read<kCount>(grad + at.of[0]);
+          },
           [&]<int kCount>(const Vector<scalar_t, kCount>& x, const auto& at) {
             Vector<scalar_t, kCount> product;
             for (int n = 0; n < kCount; ++n) {

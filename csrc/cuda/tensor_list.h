@@ -1,5 +1,5 @@
-// A list of tensors as the kernels see it: a table in device memory, which the host packs into one
-// run of bytes. No torch here, and no CUDA.
+// A list of tensors as the kernels see it: a table that the host packs into one run of bytes. No
+// torch here, and no CUDA.
 #pragma once
 
 #include <algorithm>
@@ -29,11 +29,11 @@ struct Entry {
   void* data[kOperands];
   int64_t numel;
   int64_t first_chunk;  // of the list's
-  int64_t first_dim;    // of the table's
-  int32_t dims;         // 0: every operand is dense, in the same order
-  int32_t head;         // elements before the first vector
+  int32_t first_dim;    // of the table's
+  int16_t dims;         // 0: every operand is dense, in the same order
+  int16_t head;         // elements before the first vector
   Dtype dtype[kOperands];
-  int32_t aligned[kOperands];  // whether vectors from `head` on are aligned
+  int32_t aligned[kOperands];  // whether vectors from `head` on are aligned: of operand 0, always
 
   // The first chunk also holds the head, so that all others start with a vector.
   ACCUMEXT_HOST_DEVICE int64_t chunk_end(int64_t chunk) const {
@@ -51,15 +51,29 @@ static_assert(std::has_unique_object_representations_v<Entry<1>>);
 static_assert(std::has_unique_object_representations_v<Entry<2>>);
 static_assert(std::has_unique_object_representations_v<Entry<3>>);
 
-template <int kOperands>
+// A table as an argument of a kernel: with its bytes, if they are no more than kBytes, or with
+// where they are in device memory. They are its entries, then the dimensions of those that are not
+// dense.
+template <int kOperands, size_t kBytes>
 struct Table {
-  const Entry<kOperands>* entries;  // [tensors]
-  const Dim<kOperands>* dims;
+  const std::byte* uploaded;  // null: the bytes are those that are held
+  int64_t chunks;             // of all tensors together
   int32_t tensors;
-  int64_t chunks;  // of all tensors together
+  alignas(Entry<kOperands>) std::byte held[kBytes];
+
+  ACCUMEXT_HOST_DEVICE const std::byte* bytes() const {
+    return uploaded != nullptr ? uploaded : held;
+  }
+  ACCUMEXT_HOST_DEVICE const Entry<kOperands>& entry(int tensor) const {
+    return reinterpret_cast<const Entry<kOperands>*>(bytes())[tensor];
+  }
+  ACCUMEXT_HOST_DEVICE const Dim<kOperands>& dim(int64_t dim) const {
+    const std::byte* const dims = bytes() + tensors * sizeof(Entry<kOperands>);
+    return reinterpret_cast<const Dim<kOperands>*>(dims)[dim];
+  }
 };
 
-// The bytes of a table: its entries, then the dimensions of those that are not dense.
+// The bytes of a table.
 template <int kOperands>
 class Packed {
  public:
@@ -73,8 +87,8 @@ class Packed {
       Entry<kOperands> next = entry(operand);
       next.numel = operand.numel;
       next.first_chunk = chunks_;
-      next.first_dim = static_cast<int64_t>(dims.size());
-      next.dims = static_cast<int32_t>(operand.layout.size());
+      next.first_dim = static_cast<int32_t>(dims.size());
+      next.dims = static_cast<int16_t>(operand.layout.size());
       if (operand.layout.empty()) align(next);
       const int64_t body = std::max<int64_t>(next.numel - next.head, 1);
       chunks_ += (body + kElementsPerChunk - 1) / kElementsPerChunk;
@@ -92,11 +106,15 @@ class Packed {
   const std::vector<std::byte>& bytes() const { return bytes_; }
   int64_t chunks() const { return chunks_; }
 
-  // The table over a copy of the bytes, which is aligned to 8.
-  Table<kOperands> at(const std::byte* memory) const {
-    return {reinterpret_cast<const Entry<kOperands>*>(memory),
-            reinterpret_cast<const Dim<kOperands>*>(memory + tensors_ * sizeof(Entry<kOperands>)),
-            tensors_, chunks_};
+  // The table with its bytes at `uploaded`; if that is null, it holds them itself.
+  template <size_t kBytes>
+  Table<kOperands, kBytes> table(const std::byte* uploaded) const {
+    Table<kOperands, kBytes> table;
+    table.uploaded = uploaded;
+    table.chunks = chunks_;
+    table.tensors = tensors_;
+    if (uploaded == nullptr) std::ranges::copy(bytes_, table.held);
+    return table;
   }
 
  private:
@@ -117,7 +135,8 @@ class Packed {
   }
 
   // The head aligns the narrowest operand, whose vectors have the most elements, if it aligns
-  // operand 0, which is written, as well; otherwise it aligns operand 0 alone.
+  // operand 0, which is written, as well; otherwise it aligns operand 0 alone, and the other is
+  // read element by element.
   static void align(Entry<kOperands>& entry) {
     const auto misalignment = [&](int k, int64_t element) {  // bytes
       const int64_t address = static_cast<int64_t>(reinterpret_cast<intptr_t>(entry.data[k]));
@@ -134,7 +153,7 @@ class Packed {
     int64_t first = head(narrowest);
     if (misalignment(0, first) != 0) first = head(0);
     for (int k = 0; k < kOperands; ++k) entry.aligned[k] = misalignment(k, first) == 0;
-    entry.head = static_cast<int32_t>(std::min(first, entry.numel));
+    entry.head = static_cast<int16_t>(std::min(first, entry.numel));
   }
 
   std::vector<std::byte> bytes_;

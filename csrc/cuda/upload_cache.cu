@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
-#include <functional>
 #include <iterator>
 #include <list>
 #include <map>
@@ -15,7 +14,6 @@
 #include <string>
 #include <string_view>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 
 #include "cuda/upload_cache.h"
@@ -109,47 +107,34 @@ struct Resident {
   std::string bytes;  // its contents
 };
 
-// Tells tables apart by the addresses of their first tensors, whatever their length.
-struct HashOfFirstBytes {
-  size_t operator()(std::string_view bytes) const {
-    return std::hash<std::string_view>()(bytes.substr(0, 512));
-  }
-};
-
-// Tables in memory of one size on one device: of one stream, or of all graphs. The tables of graphs
-// are uploaded before any graph runs and are never written again.
+// Tables in memory of one size on one device: of one stream, or of all graphs, most recently used
+// first. The tables of graphs are uploaded before any graph runs and are never written again.
 class Shelf {
  public:
   // Null if there is none.
   std::shared_ptr<Resident> find(std::string_view bytes) {
-    const auto found = by_bytes_.find(bytes);
-    if (found == by_bytes_.end()) return nullptr;
-    by_age_.splice(by_age_.begin(), by_age_, found->second);
-    return by_age_.front();
+    const auto found = std::ranges::find(
+        tables_, bytes, [](const auto& table) { return std::string_view(table->bytes); });
+    if (found == tables_.end()) return nullptr;
+    tables_.splice(tables_.begin(), tables_, found);
+    return tables_.front();
   }
 
-  void put(std::shared_ptr<Resident> table) {
-    by_age_.push_front(std::move(table));
-    by_bytes_[by_age_.front()->bytes] = by_age_.begin();
-  }
+  void put(std::shared_ptr<Resident> table) { tables_.push_front(std::move(table)); }
 
   // Removes and returns the least recently used table that no call holds, if there are `count`.
   std::shared_ptr<Resident> take_oldest(size_t count) {
-    if (by_age_.size() < count) return nullptr;
-    const auto oldest = std::find_if(by_age_.rbegin(), by_age_.rend(),
+    if (tables_.size() < count) return nullptr;
+    const auto oldest = std::find_if(tables_.rbegin(), tables_.rend(),
                                      [](const auto& table) { return table.use_count() == 1; });
-    if (oldest == by_age_.rend()) return nullptr;
+    if (oldest == tables_.rend()) return nullptr;
     std::shared_ptr<Resident> table = *oldest;
-    by_bytes_.erase(table->bytes);
-    by_age_.erase(std::prev(oldest.base()));
+    tables_.erase(std::prev(oldest.base()));
     return table;
   }
 
  private:
-  using ByAge = std::list<std::shared_ptr<Resident>>;
-
-  ByAge by_age_;  // most recently used first
-  std::unordered_map<std::string_view, ByAge::iterator, HashOfFirstBytes> by_bytes_;
+  std::list<std::shared_ptr<Resident>> tables_;
 };
 
 using Key = std::tuple<int32_t, bool, unsigned long long, size_t>;
@@ -169,13 +154,9 @@ Shelves& all_shelves() {
 
 std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& content, int32_t device,
                                           cudaStream_t stream) {
-  // A shelf keeps 16 tables, or more small ones: gradients that are accumulated one by one, while
-  // others are computed, have a table each.
-  constexpr size_t kTables = 16;
-  constexpr size_t kShelfBytes = 4 << 20;
-  constexpr size_t kSmallest = 4096;  // bytes of a table
+  constexpr size_t kTables = 16;  // on a shelf
   const std::string_view bytes(reinterpret_cast<const char*>(content.data()), content.size());
-  const size_t size = std::bit_ceil(std::max(bytes.size(), kSmallest));
+  const size_t size = std::bit_ceil(bytes.size());
   const bool captured = is_captured(stream);
   const unsigned long long id = captured ? 0 : id_of(stream);
 
@@ -184,7 +165,7 @@ std::shared_ptr<const std::byte> uploaded(const std::vector<std::byte>& content,
   Shelf& shelf = all.shelves[{device, captured, id, size}];
   std::shared_ptr<Resident> table = shelf.find(bytes);
   if (table == nullptr) {
-    if (!captured) table = shelf.take_oldest(std::max(kTables, kShelfBytes / size));
+    if (!captured) table = shelf.take_oldest(kTables);
     if (table == nullptr) {
       std::byte* const memory = allocated(size);
       // Not in a capture: torch's allocator would reuse the memory, and a replay uploads nothing.

@@ -1,4 +1,5 @@
-// Tables that stay in device memory from one call to the next.
+// Tables that are too long for a kernel's arguments: they stay in device memory from one call to
+// the next.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -84,6 +84,7 @@ USES = {  # of the runtime -> what CUDA makes of them
     "blocks_that_do_not_fit": "cudaErrorCooperativeLaunchTooLarge",
     "blocks_that_shared_memory_keeps_out": "cudaErrorCooperativeLaunchTooLarge",
     "blocks_that_cannot_wait": "cudaErrorNotSupported",
+    "large_arguments_for_an_old_driver": "cudaErrorNotSupported",
 }
 
 

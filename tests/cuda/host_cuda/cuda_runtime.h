@@ -10,6 +10,8 @@
 
 #include "simt.h"
 
+#define CUDART_VERSION 13000
+
 #define HOST_CUDA_ERRORS(ERROR)                  \
   ERROR(cudaSuccess, 0)                          \
   ERROR(cudaErrorInvalidValue, 1)                \
@@ -75,6 +77,7 @@ struct cudaLaunchConfig_t {
 
 const char* cudaGetErrorName(cudaError_t error);
 cudaError_t cudaGetLastError();
+cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device);
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel);
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute which, int value);
@@ -92,12 +95,15 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* 
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 
 namespace host_cuda {
-cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, Work work);
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, size_t argument_bytes,
+                   Work work);
 }
 
 template <typename... Parameters, typename... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                Arguments&&... arguments) {
+  constexpr size_t kArgumentBytes = (sizeof(Parameters) + ...);
+  static_assert(kArgumentBytes <= 32764, "nvcc takes no more");
   const auto run = [kernel, config = *config](const auto&... copies) {
     host_cuda::Device& device = host_cuda::Device::current();
     if (config.numAttrs > 0) {
@@ -108,6 +114,6 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     }
   };
   const std::tuple<Parameters...> copies(std::forward<Arguments>(arguments)...);
-  return host_cuda::launch(*config, reinterpret_cast<const void*>(kernel),
+  return host_cuda::launch(*config, reinterpret_cast<const void*>(kernel), kArgumentBytes,
                            [run, copies] { std::apply(run, copies); });
 }

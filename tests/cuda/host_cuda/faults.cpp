@@ -215,6 +215,12 @@ cudaError_t ask_for(size_t shared_bytes) {
                               static_cast<int>(shared_bytes));
 }
 
+struct Large {
+  std::byte bytes[4097];
+};
+
+__global__ void take_large(Large) {}
+
 float* taken() { return static_cast<float*>(take(32 * sizeof(float))); }
 
 const std::map<std::string, void (*)()> kUses = {
@@ -244,6 +250,12 @@ const std::map<std::string, void (*)()> kUses = {
      [] {
        use_device(runtime().add_device({2, kMostShared, 90, /*cooperative=*/false, 65536}));
        start({.together = true});
+     }},
+    {"large_arguments_for_an_old_driver",
+     [] {
+       host_cuda_set_driver_version(12000);
+       const cudaLaunchConfig_t config{{1}, {32}, 0, stream(), nullptr, 0};
+       cudaLaunchKernelEx(&config, take_large, Large{});
      }},
     {"memory_given_back_before",
      [] {

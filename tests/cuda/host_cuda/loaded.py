@@ -43,12 +43,14 @@ launches = _function("launches", c_int64)  # kernels since the process began
 allocations = _function("allocations", c_int64)  # of tables: calls of cudaMalloc
 set_order = _function("set_order", None, c_int64)  # of blocks and threads: host_cuda.ORDERS
 blocks = _function("blocks", c_int64)  # of the last launch
+argument_bytes = _function("argument_bytes", c_int64)  # of its kernel
 shared_bytes = _function("shared_bytes", c_int64)  # dynamic ones of its blocks
 use_device = _function("use_device", None, c_int)  # on which all tensors are from now on
 use_mutant = _function("use_mutant", None, c_int)  # the number of a fault in mutants.ALL; -1: none
 _races = _function("races", c_char_p)
 _kernels = _function("kernels", c_char_p)
 _new_device = _function("new_device", c_int, c_int, c_int, c_int, c_bool, c_int)
+set_driver_version = _function("set_driver_version", None, c_int)
 set_free_memory = _function("set_free_memory", None, c_int64)  # bytes cudaMalloc can still give
 # Whether the work of an operator is done when it returns, or when somebody waits for it.
 wait_for_operators = _function("wait_for_operators", None, c_bool)
@@ -59,6 +61,9 @@ _destroy_stream = _function("destroy_stream", None, c_void_p)
 _begin_capture = _function("begin_capture", None)
 _end_capture = _function("end_capture", c_int)
 _replay = _function("replay", None, c_int)
+
+
+DRIVER = 13000  # the version of CUDA that it is for, unless set_driver_version says another
 
 
 @functools.cache

@@ -157,11 +157,11 @@ RACES = (
 )  # fmt: skip
 
 CACHE = "upload_cache.cu"
-REPLAY = "a_replay and first_seen and copy_rounded"
+REPLAY = "a_replay and first_seen and copy_rounded and uploaded"
 RELAXED = "const RelaxedCapture relaxed;"
 UNLESS = "std::optional<RelaxedCapture> relaxed;\n  if (!MUTANT) relaxed.emplace();"
 
-# Faults of upload_cache.cu and enqueue.h.
+# Faults of how tables travel, of what they hold, and of enqueue.h.
 TABLES = (
     Mutant(
         "allocates in the capture", REPLAY, "cudaErrorStreamCaptureUnsupported", CACHE,
@@ -190,9 +190,32 @@ TABLES = (
         "cudaGetLastError();", "if (!MUTANT) cudaGetLastError();",
     ),
     Mutant(
-        "launches on the default stream", "a_replay and call[scale_-first_seen]",
+        "launches on the default stream", "a_replay and first_seen and scale_ and small",
         "on another stream than torch's current one", "enqueue.h",
         "config.stream = stream_;", "config.stream = MUTANT ? nullptr : stream_;",
+    ),
+    Mutant(
+        "a small table among large arguments", "how_a_table_travels", "AssertionError", "launch.h",
+        "<= kSmallTable", "<= (MUTANT ? 0 : kSmallTable)",
+    ),
+    Mutant(
+        "large arguments for an old driver", "how_a_table_travels", "cudaErrorNotSupported",
+        "launch.h", "queue_.has_large_arguments()", "(MUTANT || queue_.has_large_arguments())",
+    ),
+    Mutant(
+        "dimensions begin an entry too early", "in_order and copy_rounded and large",
+        "AddressSanitizer", "tensor_list.h",
+        "bytes() + tensors * sizeof", "bytes() + (tensors - MUTANT) * sizeof",
+    ),
+    Mutant(
+        "a gradient is read in vectors wherever it begins", "in_order and accumulate and small",
+        "misaligned address", "tensor_list.h",
+        "misalignment(k, first) == 0;", "MUTANT || misalignment(k, first) == 0;",
+    ),
+    Mutant(
+        "one element for a vector that is not aligned", "in_order and accumulate and small",
+        "AssertionError", "device.cuh",
+        "vector.set(n, data[n])", "vector.set(n, data[MUTANT ? 0 : n])",
     ),
 )  # fmt: skip
 

@@ -38,6 +38,7 @@ namespace {
 constexpr int kMostThreads = 1024;  // of a block
 constexpr int kThreadsPerMultiprocessor = 2048;
 constexpr int64_t kMostBlocks = (int64_t{1} << 31) - 1;
+constexpr size_t kArgumentBytes = 4096;      // of a kernel, on a driver for CUDA 12.0
 constexpr size_t kSharedUnasked = 48 << 10;  // bytes that a block may have without asking
 constexpr size_t kSharedOfSystem = 1 << 10;  // of each block
 constexpr size_t kStaticShared = 2 << 10;    // of a kernel: a persistent one's, by ptxas
@@ -70,10 +71,11 @@ struct Runtime {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeGlobal;
   cudaError_t last_error = cudaSuccess;
   unsigned long long captures = 0;
+  int driver_version = CUDART_VERSION;
   size_t free_memory = std::numeric_limits<size_t>::max();
   int64_t allocations = 0, launches = 0;
   std::set<const void*> launched;
-  int64_t last_blocks = 0, last_shared_bytes = 0;  // of the last launch
+  int64_t last_blocks = 0, last_argument_bytes = 0, last_shared_bytes = 0;  // of the last launch
   bool waits = true;
 
   int add_device(const Properties& properties) {
@@ -155,12 +157,15 @@ int resident_blocks(size_t threads, size_t shared_bytes) {
   return static_cast<int>(std::min({by_shared, by_threads, by_registers}));
 }
 
-cudaError_t refusal(const cudaLaunchConfig_t& config, const void* kernel) {
+cudaError_t refusal(const cudaLaunchConfig_t& config, const void* kernel, size_t argument_bytes) {
   const Properties& device = runtime().properties();
   const auto [blocks, y, z] = config.gridDim;
   const unsigned threads = config.blockDim.x;
   if (blocks < 1 || blocks > kMostBlocks || threads < 1 || threads > kMostThreads) {
     return cudaErrorInvalidConfiguration;
+  }
+  if (argument_bytes > kArgumentBytes && runtime().driver_version < 12010) {
+    return cudaErrorNotSupported;
   }
   const auto asked = runtime().shared.find({runtime().device, kernel});
   const size_t allowed =
@@ -175,14 +180,17 @@ cudaError_t refusal(const cudaLaunchConfig_t& config, const void* kernel) {
 
 }  // namespace
 
-cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, Work work) {
-  if (const cudaError_t error = refusal(config, kernel); error != cudaSuccess) return failed(error);
+cudaError_t launch(const cudaLaunchConfig_t& config, const void* kernel, size_t argument_bytes,
+                   Work work) {
+  const cudaError_t error = refusal(config, kernel, argument_bytes);
+  if (error != cudaSuccess) return failed(error);
   if (config.stream != runtime().current[runtime().device]) {
     fail("a kernel is launched on another stream than torch's current one", Site::current());
   }
   ++runtime().launches;
   runtime().launched.insert(kernel);
   runtime().last_blocks = config.gridDim.x;
+  runtime().last_argument_bytes = static_cast<int64_t>(argument_bytes);
   runtime().last_shared_bytes = static_cast<int64_t>(config.dynamicSmemBytes);
   return put(stream_of(config.stream), std::move(work));
 }
@@ -296,11 +304,15 @@ EXPORTED void host_cuda_replay(int graph) {
 EXPORTED void host_cuda_set_free_memory(int64_t bytes) { runtime().free_memory = bytes; }
 EXPORTED int64_t host_cuda_allocations() { return runtime().allocations; }
 
+// The version of CUDA that the driver is for, such as 12010.
+EXPORTED void host_cuda_set_driver_version(int version) { runtime().driver_version = version; }
+
 // Kernels since the process began.
 EXPORTED int64_t host_cuda_launches() { return runtime().launches; }
 
 // Of the last launch.
 EXPORTED int64_t host_cuda_blocks() { return runtime().last_blocks; }
+EXPORTED int64_t host_cuda_argument_bytes() { return runtime().last_argument_bytes; }
 EXPORTED int64_t host_cuda_shared_bytes() { return runtime().last_shared_bytes; }
 
 // The kernels of these, by their mangled names.
@@ -336,6 +348,11 @@ const char* cudaGetErrorName(cudaError_t error) {
 }
 
 cudaError_t cudaGetLastError() { return std::exchange(runtime().last_error, cudaSuccess); }
+
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = runtime().driver_version;
+  return cudaSuccess;
+}
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int device) {
   const int count = static_cast<int>(runtime().devices.size());

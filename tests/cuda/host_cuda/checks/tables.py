@@ -10,16 +10,19 @@ from typing import NamedTuple
 import pytest
 import torch
 from support import oracle
-from support.tensors import FLOAT_DTYPES, assert_bits
+from support.tensors import FLOAT_DTYPES, assert_bits, shifted
 from torch import Tensor
 
 import accumext
 from accumext.ops import reference
 from host_cuda import loaded
-from host_cuda.loaded import H100, SMALLER, STEP_BY_STEP
+from host_cuda.loaded import DRIVER, H100, SMALLER, STEP_BY_STEP
 
 DTYPE_PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))
-MANY = 1030  # lists: more than there are tables of the smallest size
+OLD_DRIVER = 12000  # for which the arguments of a kernel are small
+MANY = 20  # lists: more than there are tables
+# The most elements of which a list of one each has a table among small arguments, and large ones.
+SMALL, LARGE = 98, 814
 NO_LIMIT = 2**62
 
 
@@ -46,11 +49,16 @@ class Lists(NamedTuple):
         return [*self.main_grads, *self.grads, self.found_inf]
 
 
-def lists() -> Lists:
-    sizes = range(7, 7 + 41 * len(DTYPE_PAIRS), 41)
-    pairs = zip(sizes, DTYPE_PAIRS, strict=True)
-    both = [(oracle.dyadic([n], main), oracle.dyadic([n], grad)) for n, (main, grad) in pairs]
-    main_grads, grads = (list(tensors) for tensors in zip(*both, strict=True))
+def lists(length: int = 128) -> Lists:
+    """Of the gradients a third is not aligned as the main gradients are, and a third transposed."""
+    main_grads, grads = [], []
+    for i, (main, grad) in zip(range(length), itertools.cycle(DTYPE_PAIRS)):
+        n = 7 + 41 * (i % 16)
+        main_grads.append(oracle.dyadic([n, 2], main))
+        flat = oracle.dyadic([n * 2], grad)
+        grads.append((shifted(flat, 1) if i % 3 == 1 else flat).view(n, 2))
+        if i % 3 == 2:
+            grads[-1] = flat.view(2, n).t()
     return Lists(main_grads, grads, torch.tensor(0.5), torch.zeros(()), torch.tensor(7))
 
 
@@ -76,7 +84,21 @@ def work_waits():
     loaded.synchronize(False)
     loaded.wait_for_operators(True)
     loaded.set_free_memory(NO_LIMIT)
+    loaded.set_driver_version(DRIVER)
     loaded.use_device(STEP_BY_STEP)
+
+
+@pytest.fixture
+def old_driver():
+    loaded.set_driver_version(OLD_DRIVER)
+
+
+@pytest.fixture(params=["small", "large", "uploaded"])
+def length(request):
+    """Of lists whose tables are among small or large arguments of kernels, or uploaded."""
+    if request.param == "uploaded":
+        loaded.set_driver_version(OLD_DRIVER)
+    return 16 if request.param == "small" else 128
 
 
 @pytest.fixture(params=OPS)
@@ -92,17 +114,49 @@ def assert_results(op, got: Lists, norm: Tensor | None, before: Lists, times: in
         torch.testing.assert_close(norm, expected)
 
 
+def elements() -> list[Tensor]:
+    """A list too long for small arguments."""
+    return list(torch.ones(SMALL + 1).split(1))
+
+
+def assert_all(tensors: list[Tensor], value: float) -> None:
+    assert torch.equal(torch.cat(tensors), torch.full([len(tensors)], value))
+
+
 def scale_many() -> None:
-    """A list of one element each, of which none is what it was when a table was kept for it."""
-    elements = torch.ones(MANY)
-    for element in elements.split(1):
-        accumext.scale_([element], 2.0)
+    """Lists of which none is what it was when a table was kept for it."""
+    many = [elements() for _ in range(MANY)]
+    for some in many:
+        accumext.scale_(some, 2.0)
     loaded.synchronize(False)
-    assert torch.equal(elements, torch.full([MANY], 2.0))
+    for some in many:
+        assert_all(some, 2.0)
 
 
-def test_work_waits_and_is_done_in_order(op):
-    arguments = lists()
+@pytest.mark.parametrize(
+    ("driver", "count", "uploads", "argument_bytes"),
+    [
+        (OLD_DRIVER, SMALL, 0, 4096),
+        (OLD_DRIVER, SMALL + 1, 1, 4096),
+        (DRIVER, SMALL, 0, 4096),
+        (DRIVER, SMALL + 1, 0, 32764),
+        (DRIVER, LARGE, 0, 32764),
+        (DRIVER, LARGE + 1, 1, 4096),
+    ],
+)
+def test_how_a_table_travels(driver, count, uploads, argument_bytes):
+    loaded.set_driver_version(driver)
+    before, some = loaded.allocations(), list(torch.ones(count).split(1))
+    for _ in range(2):
+        accumext.scale_(some, 2.0)
+        assert argument_bytes - 200 < loaded.argument_bytes() <= argument_bytes
+    assert loaded.allocations() == before + uploads
+    loaded.synchronize(False)
+    assert_all(some, 4.0)
+
+
+def test_work_waits_and_is_done_in_order(op, length):
+    arguments = lists(length)
     before = arguments.copy()
     for _ in range(2):
         norm = op(accumext, arguments)
@@ -111,7 +165,7 @@ def test_work_waits_and_is_done_in_order(op):
     assert_results(op, arguments, norm, before, times=2)
 
 
-def test_a_table_is_uploaded_once():
+def test_a_table_is_uploaded_once(old_driver):
     arguments = lists()
     before = loaded.allocations()
     norms = [accumext.total_norm(arguments.grads) for _ in range(3)]
@@ -121,20 +175,21 @@ def test_a_table_is_uploaded_once():
     oracle.assert_norm(norms[0], arguments.grads)
 
 
-def test_more_lists_than_tables_are_kept():
+def test_more_lists_than_tables_are_kept(old_driver):
     """Their work waits while tables are written again."""
     before = loaded.allocations()
-    elements = torch.ones(MANY)
+    many = [elements() for _ in range(MANY)]
     for _ in range(2):
-        for element in elements.split(1):
-            accumext.scale_([element], 2.0)
-    assert loaded.allocations() <= before + 1024
+        for some in many:
+            accumext.scale_(some, 2.0)
+    assert loaded.allocations() <= before + 16
     loaded.synchronize(False)
-    assert torch.equal(elements, torch.full([MANY], 4.0))
+    for some in many:
+        assert_all(some, 4.0)
 
 
 @pytest.mark.parametrize("last_first", [False, True])
-def test_streams_have_tables_of_their_own(last_first):
+def test_streams_have_tables_of_their_own(last_first, old_driver):
     grads = lists().grads
     norms = []
     for stream in (loaded.Stream(), loaded.Stream()):
@@ -145,25 +200,26 @@ def test_streams_have_tables_of_their_own(last_first):
         oracle.assert_norm(norm, grads)
 
 
-def test_a_stream_may_have_the_handle_of_one_that_is_gone():
+def test_a_stream_may_have_the_handle_of_one_that_is_gone(old_driver):
     """Whose work, and what it reads, is still to be done."""
-    gone, (element,) = loaded.Stream(), torch.ones(1, 1)
+    gone, some = loaded.Stream(), elements()
     with gone:
-        accumext.scale_([element], 2.0)
+        accumext.scale_(some, 2.0)
         loaded.synchronize(False)  # the table is there
-        accumext.scale_([element], 2.0)
+        accumext.scale_(some, 2.0)
     handle = gone.destroy()
-    later, elements = loaded.Stream(), torch.ones(MANY)
+    later, many = loaded.Stream(), [elements() for _ in range(MANY)]
     with later:
-        for other in elements.split(1):
-            accumext.scale_([other], 2.0)
+        for others in many:
+            accumext.scale_(others, 2.0)
     assert later.destroy() == handle
     loaded.synchronize(True)
-    assert torch.equal(element, torch.full([1], 4.0))
-    assert torch.equal(elements, torch.full([MANY], 2.0))
+    assert_all(some, 4.0)
+    for others in many:
+        assert_all(others, 2.0)
 
 
-def test_devices_have_tables_of_their_own():
+def test_devices_have_tables_of_their_own(old_driver):
     grads = lists().grads
     before = loaded.allocations()
     for device in (H100, SMALLER):
@@ -175,15 +231,15 @@ def test_devices_have_tables_of_their_own():
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["first_seen", "seen_before"])
-def test_a_replay_has_the_bits_of_the_call(op, seen):
-    arguments, graph = lists(), loaded.Graph()
+def test_a_replay_has_the_bits_of_the_call(op, seen, length):
+    arguments, graph = lists(length), loaded.Graph()
     if seen:
         op(accumext, arguments)
         loaded.synchronize(False)
     with graph:
         norm = op(accumext, arguments)
     for _ in range(2):
-        values = lists()
+        values = lists(length)
         values.to(arguments)
         graph.replay()
         loaded.synchronize(False)
@@ -191,38 +247,38 @@ def test_a_replay_has_the_bits_of_the_call(op, seen):
 
 
 @pytest.mark.parametrize("seen", [False, True], ids=["first_seen", "seen_before"])
-def test_the_table_of_a_graph_is_not_written_again(seen):
-    graph, element = loaded.Graph(), torch.ones(1)
+def test_the_table_of_a_graph_is_not_written_again(seen, old_driver):
+    graph, some = loaded.Graph(), elements()
     if seen:
         with graph.stream:
-            accumext.scale_([element], 2.0)
+            accumext.scale_(some, 2.0)
         loaded.synchronize(False)
     with graph:
-        accumext.scale_([element], 2.0)
+        accumext.scale_(some, 2.0)
     with graph.stream:
         scale_many()
-    element.fill_(3.0)
+    for element in some:
+        element.fill_(3.0)
     graph.replay()
     loaded.synchronize(False)
-    assert torch.equal(element, torch.full([1], 6.0))
+    assert_all(some, 6.0)
 
 
-def test_graphs_share_a_table():
+def test_graphs_share_a_table(old_driver):
     """Nothing overwrites a table of graphs."""
-    graphs, element = [loaded.Graph(), loaded.Graph()], torch.ones(1)
+    graphs, some = [loaded.Graph(), loaded.Graph()], elements()
     before = loaded.allocations()
     for graph in graphs:
         with graph:
-            accumext.scale_([element], 2.0)
+            accumext.scale_(some, 2.0)
     assert loaded.allocations() == before + 1
-    element.fill_(3.0)
     for graph in graphs:
         graph.replay()
     loaded.synchronize(False)
-    assert torch.equal(element, torch.full([1], 12.0))
+    assert_all(some, 4.0)
 
 
-def test_a_list_where_the_device_has_no_memory(op):
+def test_a_list_where_the_device_has_no_memory(op, old_driver):
     loaded.set_free_memory(0)
     arguments = lists()
     before = arguments.copy()
@@ -232,15 +288,15 @@ def test_a_list_where_the_device_has_no_memory(op):
     assert_results(op, arguments, norm, before, times=2)
 
 
-def test_a_capture_where_the_device_has_no_memory():
+def test_a_capture_where_the_device_has_no_memory(old_driver):
     loaded.set_free_memory(0)
-    element, graph = torch.ones(1), loaded.Graph()
+    some, graph = elements(), loaded.Graph()
     with graph, pytest.raises(RuntimeError, match="cudaErrorMemoryAllocation"):
-        accumext.scale_([element], 2.0)
+        accumext.scale_(some, 2.0)
     loaded.set_free_memory(NO_LIMIT)
-    accumext.scale_([element], 2.0)  # no error is left for it
+    accumext.scale_(some, 2.0)  # no error is left for it
     loaded.synchronize(False)
-    assert element.item() == 2.0
+    assert_all(some, 2.0)
 
 
 @pytest.mark.parametrize(

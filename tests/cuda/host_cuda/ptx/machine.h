@@ -176,6 +176,7 @@ void st_shared(u64 at, Stored<T, kCount> all, const Site& site = Site::current()
     return at;             \
   }
 SAME_ADDRESS(cvta_local)
+SAME_ADDRESS(cvta_param)
 SAME_ADDRESS(cvta_to_global)
 SAME_ADDRESS(cvta_to_local)
 #undef SAME_ADDRESS
