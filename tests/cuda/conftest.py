@@ -8,7 +8,7 @@ from pathlib import Path
 import host_cuda
 import pytest
 import torch
-from host_cuda import ARCH, ptx
+from host_cuda import ARCH, DEFAULT_ARCH, ptx
 from support.once import once
 from support.programs import compiler
 from torch import Tensor
@@ -25,18 +25,30 @@ def host_compiler() -> None:
 
 
 @pytest.fixture(scope="session")
-def library(
-    host_compiler: None, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Path:
+def host_library(host_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The library of host_cuda, compiled once for all workers."""
-    if ARCH is not None and not ptx.available():
+    return once(tmp_path_factory, "host-cuda", host_cuda.build_library) / "launchers.so"
+
+
+@pytest.fixture(scope="session")
+def nvcc_library(
+    host_library: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> Path:
+    """The same library with nvcc's kernels."""
+    if not ptx.available():
         pytest.skip("no nvcc")
 
     def build(folder: Path) -> None:
-        kernels = None if ARCH is None else ptx.build(ARCH, pytestconfig.cache.mkdir("ptx"))
-        host_cuda.build_library(folder, kernels=kernels)
+        kernels = ptx.build(ARCH or DEFAULT_ARCH, pytestconfig.cache.mkdir("ptx"))
+        objects = [*host_library.parent.glob("*.o"), *kernels]
+        host_cuda.link(objects, folder, *host_cuda.SANITIZERS[:1])
 
-    return once(tmp_path_factory, "host-cuda", build) / "launchers.so"
+    return once(tmp_path_factory, "nvcc-cuda", build) / "launchers.so"
+
+
+@pytest.fixture(scope="session")
+def library(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue("host_library" if ARCH is None else "nvcc_library")
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,21 @@
 """The launchers of csrc/cuda and their kernels on the host, by the library of host_cuda: the
-operators' own tests, those of host_cuda/checks, and faults that these have to find.
+operators' own tests, and those of host_cuda/checks, with faults that these have to find.
 
-With HOST_CUDA_ARCH the kernels are those that nvcc makes, which run in fewer orders of threads.
+At their edges the kernels are those that nvcc makes, if there is one, which run in fewer orders of
+threads; with HOST_CUDA_ARCH in all tests.
 """
 
-from operator import attrgetter
 from pathlib import Path
 
 import host_cuda
 import pytest
-from host_cuda import ARCH, mutants
+from host_cuda import ARCH, DEFAULT_ARCH, ptx
 from support.once import once
 
 # The first test compiles all launchers: minutes.
 pytestmark = [pytest.mark.build, pytest.mark.timeout(1800)]
 
 CHECKS = "cuda/host_cuda/checks"
-TABLES = f"{CHECKS}/tables.py"
 # On a GPU all rows are named, live or not; these tests count those that are.
 COUNTS_ROWS = "test_ended_rows_are_not_pushed_through_the_head"
 # Tests of a file, by pytest's -k; those of a selection run in one process.
@@ -33,7 +32,10 @@ SELECTIONS = {
         "decoder/test_head_objective.py": "not gradients_in_double",
     },
     "decode_loss": {
-        "decoder/test_decode_loss.py": "not cell_and_feedback or gru_cell or lstm",
+        # A gradcheck makes calls of other tests, each some dozens of times.
+        "decoder/test_decode_loss.py": (
+            "not gradcheck and (not cell_and_feedback or gru_cell or lstm)"
+        ),
         "decoder/test_decode_loss_options.py": (
             "(everything_at_once and (lstm or gru_cell)) or one_leaf"
         ),
@@ -55,7 +57,7 @@ SELECTIONS = {
         "ops/test_copy_rounded.py": "pair or strides or stays or same_dtype",
         "optimizer/test_factors.py": "the_operator",
     },
-    "tables": {TABLES: "test"},
+    "tables": {f"{CHECKS}/tables.py": "test"},
     "calls": {f"{CHECKS}/calls.py": "test"},
 }
 
@@ -88,17 +90,12 @@ def test_the_operators_tests_pass(library, selection):
 
 
 @pytest.mark.parametrize("name", ["lists", "heads", "best_words", "beams", "windows", "backward"])
-def test_kernels_pass_at_every_edge(library, name):
-    code, words = outcome_of(library, f"{CHECKS}/{name}.py")
+def test_kernels_pass_at_every_edge(request, name):
+    of_nvcc = ptx.available()
+    library = request.getfixturevalue("nvcc_library" if of_nvcc else "library")
+    arch = ARCH or DEFAULT_ARCH if of_nvcc else None
+    code, words = outcome_of(library, f"{CHECKS}/{name}.py", arch=arch)
     assert code == 0, words
-
-
-@pytest.mark.parametrize("mutant", mutants.TABLES, ids=attrgetter("name"))
-def test_a_mutant_is_seen(library, monkeypatch, mutant):
-    monkeypatch.setenv(mutants.VARIABLE, str(mutants.ALL.index(mutant)))
-    code, words = outcome_of(library, TABLES, "-k", mutant.shown_by)
-    assert code != 0
-    assert mutant.words in words
 
 
 @pytest.mark.skipif(ARCH is not None, reason="the detector knows the host's compiler alone")

@@ -11,6 +11,7 @@ imports `host_cuda.loaded` first. The tests in `checks` are such programs.
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +29,9 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 TIMEOUT_S = 590.0
 ARCH = os.environ.get("HOST_CUDA_ARCH")  # such as sm_90: the kernels are nvcc's, see ptx
+# Of kernels at their edges, which are nvcc's if there is one; by test_host_ptx those for sm_80 are
+# the same.
+DEFAULT_ARCH = "sm_90"
 LIBRARY = "HOST_CUDA_LIBRARY"  # the variable that tells a program where the library is
 
 ASCENDING, DESCENDING, SHUFFLED = ORDERS = range(3)  # host_cuda::Order
@@ -54,17 +58,14 @@ def has_detector() -> bool:
     return "clang" not in version.stdout
 
 
-def build_library(folder: Path, *, races: bool = False, kernels: list[Path] | None = None) -> None:
+def build_library(folder: Path, *, races: bool = False) -> None:
     """Compile the library into `folder`, with all mutants in it, switched off.
 
-    With `races` under the race detector. `kernels`: objects of nvcc's, which then run in place of
-    the library's own.
+    With `races` under the race detector.
     """
     csrc = folder / "csrc"
     mutants.write_sources(csrc)
     flags = [*PLAIN_FLAGS, f"-I{csrc}", "-fPIC", "-w", *(_DETECTOR if races else SANITIZERS)]
-    if kernels:  # the library's own are only looked up, by their names
-        flags += ["-O0", "-fno-sanitize=undefined"]
     flags += [f"-isystem{path}" for path in cpp_extension.include_paths()]
     flags += [flag for flag in _build.nvcc_flags() if flag.startswith("-DUSE")]
 
@@ -85,13 +86,18 @@ def build_library(folder: Path, *, races: bool = False, kernels: list[Path] | No
     if races:
         sources.append(FOLDER / "races.cpp")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        objects = [*pool.map(compiled, sources), *map(str, kernels or ())]
-    linked = ["-shared", "-Wl,-Bsymbolic", "-Wl,-z,defs" if races else SANITIZERS[0]]
-    if races:
-        linked += [f"-Wl,--wrap={function}" for function in _WRAPPED]
+        objects = list(pool.map(compiled, sources))
+    wrapped = [f"-Wl,--wrap={function}" for function in _WRAPPED]
+    link(objects, folder, *(["-Wl,-z,defs", *wrapped] if races else SANITIZERS[:1]))
+
+
+def link(objects: Iterable[str | Path], folder: Path, *flags: str) -> None:
+    """The library of these objects: if nvcc's kernels are among them, they run in place of its
+    own."""
+    linked = ["-shared", "-Wl,-Bsymbolic", *flags]
     linked += [f"-L{path}" for path in cpp_extension.library_paths()]
     libraries = ["-ltorch", "-ltorch_cpu", "-lc10", "-ldl"]
-    run_compiler(*linked, *objects, *libraries, "-o", str(folder / "launchers.so"))
+    run_compiler(*linked, *map(str, objects), *libraries, "-o", str(folder / "launchers.so"))
 
 
 def build_program(name: str, folder: Path, *objects: Path) -> Path:
@@ -120,11 +126,12 @@ def execute(executable: Path, *arguments: str) -> str:
 
 
 def run_checks(
-    library: Path, *arguments: str, sanitized: bool = True
+    library: Path, *arguments: str, sanitized: bool = True, arch: str | None = ARCH
 ) -> subprocess.CompletedProcess[str]:
-    """pytest with these arguments and the library; -s, because captured output is lost where a
-    fault ends the process."""
-    variables = {
+    """pytest with these arguments and the library, whose kernels are nvcc's for `arch`, if any; -s,
+    because captured output is lost where a fault ends the process."""
+    variables = {} if arch is None else {"HOST_CUDA_ARCH": arch}
+    variables |= {
         LIBRARY: str(library),
         "ACCUMEXT_BACKEND": "reference",  # no other kernels
         "OMP_NUM_THREADS": "1",

@@ -4,6 +4,7 @@ whose run fails if it launched nothing."""
 import ctypes
 import functools
 import os
+import sys
 from collections.abc import Callable
 from ctypes import c_bool, c_char_p, c_int, c_int64, c_void_p
 from typing import Any
@@ -90,6 +91,26 @@ def kernels() -> str:
 def races() -> str:
     """What the race detector has said since it was asked last."""
     return _races().decode()
+
+
+def words_with_mutant(number: int, call: Callable[[], object]) -> str:
+    """What is printed of a call with a mutant, in a process of its own, which it may end."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.dup2(writing, 1)
+            os.dup2(writing, 2)
+            use_mutant(number)
+            call()
+            sys.stdout.flush()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading, errors="replace") as words:
+        text = words.read()
+    os.waitpid(child, 0)
+    return text
 
 
 class Stream:

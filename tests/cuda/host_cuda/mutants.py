@@ -1,13 +1,11 @@
 """Faults that tests put into a copy of csrc: all of them at once, each behind a condition, so that
-the copy is compiled once. The variable HOST_CUDA_MUTANT switches on the one of this number."""
+the copy is compiled once. host_cuda.loaded switches on the one of a number."""
 
 import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 from accumext.backends import _build
-
-VARIABLE = "HOST_CUDA_MUTANT"
 
 
 class Mutant(NamedTuple):

@@ -166,10 +166,7 @@ inline bool same(const Site& a, const Site& b) {
 // The number of the fault that is switched on of those which a test has put into the sources, or
 // -1: see mutants.py.
 inline int& chosen_mutant() {
-  static int chosen = [] {
-    const char* const text = std::getenv("HOST_CUDA_MUTANT");
-    return text == nullptr ? -1 : std::atoi(text);
-  }();
+  static int chosen = -1;
   return chosen;
 }
 

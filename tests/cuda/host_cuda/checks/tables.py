@@ -1,10 +1,12 @@
 """Lists of tensors on streams of the runtime on the host: what waits, tables and captures.
 
-pytest runs this with the launchers loaded: test_host_cuda.py, whose mutants fail here.
+pytest runs this with the launchers loaded: test_host_cuda.py.
 """
 
+import functools
 import itertools
 from collections.abc import Callable
+from operator import attrgetter
 from typing import NamedTuple
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 
 import accumext
 from accumext.ops import reference
-from host_cuda import loaded
+from host_cuda import loaded, mutants
 from host_cuda.loaded import DRIVER, H100, SMALLER, STEP_BY_STEP
 
 DTYPE_PAIRS = list(itertools.product(FLOAT_DTYPES, FLOAT_DTYPES))
@@ -131,6 +133,14 @@ def scale_many() -> None:
     loaded.synchronize(False)
     for some in many:
         assert_all(some, 2.0)
+
+
+@pytest.mark.parametrize("mutant", mutants.TABLES, ids=attrgetter("name"))
+def test_a_mutant_is_seen(mutant):
+    """By tests of this file, where no table is kept yet."""
+    tests = ["-q", "-n0", "-s", "-p", "no:cacheprovider", __file__, "-k", mutant.shown_by]
+    run = functools.partial(pytest.main, tests)
+    assert mutant.words in loaded.words_with_mutant(mutants.ALL.index(mutant), run)
 
 
 @pytest.mark.parametrize(
