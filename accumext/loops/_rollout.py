@@ -3,8 +3,9 @@ is free."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ from accumext.tensors.checks import (
 from accumext.tensors.torch_private import saved_tensors_are_hooked
 
 OP = "rollout"
+
+_inside: ContextVar[bool] = ContextVar("a rollout calls its step", default=False)
 
 
 class RolloutOutput(NamedTuple):
@@ -130,8 +133,9 @@ def rollout(
             it is small, fewer checkpoints are kept, and steps run again more than once (binomial
             checkpointing). None: a quarter of the free memory for the graph of all steps. If that
             does not fit, or hooks for saved tensors are active, such as those of
-            torch.utils.checkpoint, it is twice the memory of the states of all steps, and the graph
-            of sqrt(T) steps. With k1 < k2 the states at which windows begin are kept in addition.
+            torch.utils.checkpoint, or a step of another rollout makes the call, it is twice the
+            memory of the states of all steps, and the graph of sqrt(T) steps. With k1 < k2 the
+            states at which windows begin are kept in addition.
         reduction: "mean" over the steps, or "sum".
         batch_dim: dimension of the batch in the state's tensors, if there are `resets`, as in
             `decode_loss`; 0-dim tensors belong to all rows.
@@ -181,13 +185,13 @@ def rollout(
     one_step = _OneStep(step, loss, feed, steps, gate, reset)
     starts = {begin for begin, _, _ in spans[1:]}
     kept = KeptState(OP, "step", (step, loss, feed))
-    may_keep = plan is None and memory_budget is None and not saved_tensors_are_hooked()
+    may_keep = plan is None and memory_budget is None and not _is_measured()
     graph = KeptGraph(sum(end - begin for begin, _, end in spans)) if may_keep else None
     device = _device(state, start)
     running = RecomputedSteps(kept, one_step, steps, device, plan, choose, starts, graph)
     carry: State = None
     total: Tensor | None = None
-    with gathered_once(OP, step, loss, feed) as gathered:
+    with gathered_once(OP, step, loss, feed) as gathered, _calling_steps():
         for begin, counting, end in spans:
             if counting > 0:
                 carry = running.rewind(begin)
@@ -202,6 +206,22 @@ def rollout(
             total = gathered.finish(total, tensors((output, last)))
     total = total / steps if reduction == "mean" else total
     return RolloutOutput(total, last, output, running.recomputed)
+
+
+def _is_measured() -> bool:
+    """Tell whether another graph of which this one is a part may be measured, or counted."""
+    return _inside.get() or saved_tensors_are_hooked()
+
+
+@contextmanager
+def _calling_steps() -> Iterator[None]:
+    """Let rollouts inside of steps keep no graph, be the step measured, under hooks, or not: many
+    graphs that are small would be larger than the one that is measured."""
+    token = _inside.set(True)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
 
 
 @dataclass(frozen=True)

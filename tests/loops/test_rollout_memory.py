@@ -193,3 +193,23 @@ def test_a_rollout_inside_of_a_rollout(outer, inner):
     with free(outer):
         loss = accumext.rollout(steps, zeros(), 20, **call).loss
     assert relative_distance(torch.autograd.grad(loss, [*cell.parameters()]), expected) < EXACT
+
+
+def test_rollouts_inside_of_a_rollout_are_not_larger_than_those_measured():
+    """Each of them would be small enough to be kept, and all together four times the share."""
+    cell = nn.GRUCell(WIDE, WIDE)
+    inner: list[bool] = []
+
+    def one(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = cell(x, h)
+        return h, h
+
+    def step(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        out = accumext.rollout(one, h, STEPS, loss=lambda x, t: x.square().mean(), start=x)
+        inner.append(out.recomputed)
+        return out.output, out.state
+
+    call = {"loss": lambda x, t: x.square().mean(), "start": torch.zeros(ROWS, WIDE)}
+    out = accumext.rollout(step, torch.zeros(ROWS, WIDE), 5, **call)
+    assert not out.recomputed
+    assert all(inner)
