@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from accumext.decoder._call import Call, call_from, steps_first
 from accumext.decoder._callable import CallableSteps, segments_of
@@ -147,7 +147,9 @@ def predicted_peak(call: Call) -> int:
     forward = vocabulary * plan.rows * model.dtypes.exps.itemsize + passing + kept
     forward += vocabulary * hidden * product.itemsize * (product != weight.dtype)
     returned = count * hidden * size * call.return_outputs  # of torch's modules, after the pass
-    return always + max(forward + returned * (rnn is None), returned + backward)
+    ends = tokens.eos is not None or tokens.within_length is not None
+    copied = returned * ends  # rows that have ended are zeroed in a copy
+    return always + max(forward + returned * (rnn is None), returned + max(copied, backward))
 
 
 def _torch_cell(call: Call, rnn: RnnWeights) -> tuple[int, int, int]:
@@ -235,6 +237,7 @@ class SegmentMemory(NamedTuple):
     gradients: int  # of parameters and context, which remain after the backward pass
     state: int  # after the segment
     graph: int  # of one step
+    saved: int = 0  # of the graph of the call's first step, as the call measures it
 
 
 def _callable_cell(call: Call) -> tuple[int, int, int]:
@@ -248,9 +251,7 @@ def _callable_cell(call: Call) -> tuple[int, int, int]:
     table, weight, steps = model.table.weight, model.head_weight, call.tokens.steps
     first, last = segment_memory(call, longest)
     growth = (last.state - first.state) / max(1, steps - 1)  # bytes of the state in a step
-    # The call measures the graph of its first step without the embeddings that the step reads.
-    read = tokens.batch * table.shape[1] * table.element_size()
-    with_graph = kept_spans(call, first.graph - read, growth)
+    with_graph = kept_spans(call, first.saved, growth)
     looked_up = tokens.batch * table.shape[1] * table.element_size() * table.requires_grad
     windows = call.truncation.spans(steps)
     parts = [(begin, end) for begin, _, end in windows]
@@ -282,6 +283,8 @@ def _callable_cell(call: Call) -> tuple[int, int, int]:
     at_once = longest if ends or growth else max(longest, with_graph_steps)
     rows = 0 if tokens.free_running else at_once * tokens.batch
     read_at_once = rows * (3 * 8 + model.dtypes.accumulation.itemsize)
+    if at_once > longest and call.plan.rows >= 2 * tokens.batch:  # joined with the first step's
+        read_at_once += rows * weight.shape[1] * weight.element_size()
     sums = _table_size(model) - hidden
     joined = last.gradients + 2 * lookups + sums * model.dtypes.accumulation.itemsize
     states = hidden * weight.element_size() + between
@@ -325,7 +328,8 @@ def segment_memory(call: Call, longest: int) -> tuple[SegmentMemory, SegmentMemo
             state = _grown(call, fake, steps - longest)
             # At least two steps, for the second step's gradients are added to the first step's.
             last = _measured(call, state, fake, max(longest, min(2, steps)))
-            return last if state is given else _measured(call, given, fake, 1), last
+            first = last if state is given else _measured(call, given, fake, 1)
+            return first._replace(saved=_saved_at_first(call, fake)), last
     except Exception:  # a cell that asks for values of tensors may raise anything
         return (_like_gru(call, longest),) * 2
     finally:
@@ -342,7 +346,8 @@ def _like_gru(call: Call, longest: int) -> SegmentMemory:
     graph = batch * (GRAPH * hidden + width) * size
     known = sum(p.numel() for p in parameter_tensors(model.cell))
     weights = (known or GATES * hidden * (hidden + width)) * size
-    return SegmentMemory(longest * graph + weights, weights, batch * hidden * size, graph)
+    state = batch * hidden * size
+    return SegmentMemory(longest * graph + weights, weights, state, graph, graph)
 
 
 def _measured(call: Call, state: State, fake: Any, steps: int) -> SegmentMemory:
@@ -378,6 +383,25 @@ def _measured(call: Call, state: State, fake: Any, steps: int) -> SegmentMemory:
         with unhooked(weights):
             torch.autograd.grad(roots, list(edges), gradients, allow_unused=True)
     return SegmentMemory(memory.peak, sum(w.nbytes for w in weights), size, graph)
+
+
+def _saved_at_first(call: Call, fake: Any) -> int:
+    """Return the bytes of the first step's graph as `Replay.measuring` finds them in the call. The
+    graph's other steps also hold the state that they read, and outputs that nothing has saved."""
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.layout == torch.strided and not base_of(tensor).is_leaf:
+            storage = tensor.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
+        return tensor.detach()
+
+    state = map_tensors(lambda tensor: _copy(tensor, tensor.requires_grad), call.tokens.state)
+    run = _without_data(call, 1)
+    with Allocations(fake), saved_tensors_hooks(pack, lambda tensor: tensor):
+        segment = run.run_steps(0, 0, 1, state)
+    del segment
+    return sum(sizes.values())
 
 
 def _without_data(call: Call, steps: int) -> CallableSteps:

@@ -113,8 +113,9 @@ def generate(
         top_p: samples are drawn from the fewest of these, likeliest first, whose probabilities add
             up to this share of the sum.
         beams: K, the number of hypotheses per row that are active at once in "beam", and of those
-            returned. A row's best K continuations that end are finished, and the best K that do not
-            end stay active, until none of these could become better than the K best finished ones.
+            returned. Those of a row's best K continuations that end are finished, and the best K
+            that do not end stay active, until none of these could become better than the K best
+            finished ones.
         length_penalty: hypotheses are compared by the sum of their log-probabilities divided by
             length ** length_penalty: values above 0 favour long ones.
         generator: of "sample"; by default one seeded from torch's global generator.

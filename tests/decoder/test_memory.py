@@ -88,6 +88,30 @@ def test_predicted_peak_of_many_tokens_of_few_words(called, call):
     assert predicted == pytest.approx(peak, rel=PREDICTION)
 
 
+def test_predicted_peak_if_outputs_are_zeroed_past_the_ends_of_rows():
+    """In a copy, while the others still exist."""
+    parts = nn.Embedding(30, 3), nn.RNN(3, 256), nn.Linear(256, 30)
+    call = {"feedback": "greedy", "return_outputs": True, "lengths": [150] * 8}
+    targets = torch.randint(30, (150, 8))
+    predicted = accumext.decode_memory(*parts, targets, **call)
+    assert predicted == pytest.approx(measured(parts, targets, **call), rel=0.02)
+
+
+def test_predicted_peak_if_outputs_of_the_first_step_are_joined_with_the_others():
+    """Outputs that no graph saves; the head reads all of them at once, in a copy."""
+    embedding, head = nn.Embedding(1000, 32), nn.Linear(256, 1000)
+    layers = nn.Sequential(nn.Linear(288, 512), nn.GELU(), nn.Linear(512, 256))
+    cell = lambda x, h: (h + layers(torch.cat([x, h], 1)),) * 2  # noqa: E731
+    call = {"feedback": "teacher", "state": torch.zeros(64, 256)}
+    targets = torch.randint(1000, (33, 64))
+    predicted = accumext.decode_memory(embedding, cell, head, targets, **call)
+
+    def run() -> None:
+        accumext.decode_loss(embedding, cell, head, targets, **call).loss.backward()
+
+    assert predicted == pytest.approx(peak_memory(run), rel=PREDICTION)
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_predicted_peak_of_the_pass_back_in_half_precision(kind, monkeypatch):
     """With as many rows at once as on a GPU, what its products read is rounded into new memory."""

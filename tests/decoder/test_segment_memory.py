@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import accumext
 from accumext._peak_memory import peak_memory
-from accumext.decoder import _memory, _plan
+from accumext.decoder import _callable, _memory, _plan
 
 PREDICTION = 0.10  # of the measured peak
 BATCH, SIZE, VOCABULARY = 16, 64, 100
@@ -220,6 +220,28 @@ def test_as_many_steps_are_kept_as_in_the_call(make, limit, monkeypatch):
     (spans,) = found
     kept = sum(end - begin for begin, end in spans)
     assert kept == 2 * steps - (next(calls) - before - 1)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("make", [gru_cell, Perceptron, Cached])
+def test_the_first_graph_has_the_size_that_the_call_measures(make, half, monkeypatch):
+    """Or graphs would be counted that the call does not keep, and the other way round."""
+    sizes: list[int] = []
+
+    def keeps(begin: int, steps: int, graph: int, growth: int) -> bool:
+        sizes.append(graph)
+        return False
+
+    for module in (_memory, _callable):
+        monkeypatch.setattr(module, "keeps_graph", keeps)
+    cell, (embedding, head) = make(), parts()
+    state = (torch.zeros(BATCH, 3, SIZE),) * 2 if make is Cached else START
+    given = (embedding, cell, head, torch.randint(VOCABULARY, (3, BATCH)), state)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        accumext.decode_memory(*given, feedback="greedy")
+        accumext.decode_loss(*given, feedback="greedy")
+    assert len(sizes) == 2
+    assert sizes[0] == sizes[1]
 
 
 def test_autocast_rounds_weights_once_and_keeps_them():
