@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from accumext.decoder._call import Call, call_from, steps_first
 from accumext.decoder._callable import CallableSteps, segments_of
@@ -24,7 +24,7 @@ from accumext.decoder._observations import rows_of
 from accumext.decoder._parameters import with_parameters_of
 from accumext.decoder._plan import PRE_ACTIVATION_DEVICES, PRE_ACTIVATIONS, SEGMENT, keeps_graph
 from accumext.decoder._rnn_weights import GRU, LSTM, RNN_RELU, RNN_TANH, RnnWeights
-from accumext.recurrence import KeptState, State, map_tensors, parameter_tensors, tensors
+from accumext.recurrence import KeptState, Replay, State, map_tensors, parameter_tensors, tensors
 from accumext.tensors.argument_names import explained
 from accumext.tensors.checks import bools, fail_type, type_name
 from accumext.tensors.torch_private import (
@@ -386,19 +386,12 @@ def _measured(call: Call, state: State, fake: Any, steps: int) -> SegmentMemory:
 
 
 def _saved_at_first(call: Call, fake: Any) -> int:
-    """Return the bytes of the first step's graph as `Replay.measuring` finds them in the call. The
-    graph's other steps also hold the state that they read, and outputs that nothing has saved."""
-    sizes: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.layout == torch.strided and not base_of(tensor).is_leaf:
-            storage = tensor.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
-        return tensor.detach()
-
+    """Return the bytes of the first step's graph as the call measures them. The graph's other steps
+    also hold the state that they read, and outputs that nothing has saved."""
+    replay = Replay(KeptState(OP, "cell", (call.model.cell.step,)), call.model.device, False)
     state = map_tensors(lambda tensor: _copy(tensor, tensor.requires_grad), call.tokens.state)
     run = _without_data(call, 1)
-    with Allocations(fake), saved_tensors_hooks(pack, lambda tensor: tensor):
+    with Allocations(fake), replay.measuring(run.context) as sizes:
         segment = run.run_steps(0, 0, 1, state)
     del segment
     return sum(sizes.values())

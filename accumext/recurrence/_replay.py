@@ -36,6 +36,7 @@ from accumext.tensors.torch_private import (
     base_of,
     function_modes,
     not_traced,
+    storage_key,
     under_function_modes,
     write_count,
 )
@@ -128,13 +129,12 @@ class Replay:
         each storage, without those of leaves, their views, and `shared` tensors."""
         sizes: dict[int, int] = {}
         strided = [t for t in shared if t.layout == torch.strided]  # others have no storage
-        known = {tensor.untyped_storage().data_ptr() for tensor in strided}
+        known = set(map(storage_key, strided))
 
         def pack(tensor: Tensor) -> tuple[Tensor, int]:
-            if tensor.layout == torch.strided and not base_of(tensor).is_leaf:
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in known:
-                    sizes[storage.data_ptr()] = storage.nbytes()
+            has_storage = tensor.layout == torch.strided
+            if has_storage and not (base_of(tensor).is_leaf or storage_key(tensor) in known):
+                sizes[storage_key(tensor)] = tensor.untyped_storage().nbytes()
             # Detached: a node that keeps its own output with its graph would be a cycle.
             return tensor.detach(), write_count(tensor)
 

@@ -111,6 +111,12 @@ def storage_users(storages: Iterable[torch.UntypedStorage]) -> list[int]:
     return list(map(torch._C._storage_Use_Count, map(attrgetter("_cdata"), storages)))
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Return a number that tensors of the same memory share, or without data would share."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
 def backward_runs() -> bool:
     """Tell whether this is called by a backward pass."""
     number: int = torch._C._current_graph_task_id()
