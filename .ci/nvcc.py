@@ -88,14 +88,12 @@ def compile_source(nvcc: str, source: str, include: Path, target: Path) -> list[
         for arch in ARCHS:
             ptx = Path(kept, f"{target.stem}.compute_{arch}.ptx")
             shutil.move(ptx, target.with_name(f"{target.stem}_sm_{arch}.ptx"))
-    pattern = (
-        r"Compiling entry function '(\S+)' for 'sm_(\d+)'.*?"
-        r"(\d+) bytes spill stores, (\d+) bytes spill loads.*?Used (\d+) registers"
-    )
+    pattern = r"Compiling entry function '(\S+)' for 'sm_(\d+)'(.*?)Used (\d+) registers"
     found = re.findall(pattern, done.stdout + done.stderr, flags=re.DOTALL)
+    spills = re.compile(r"(\d+) bytes spill (?:stores|loads)")  # also of functions that it calls
     return [
-        Kernel(name, arch, int(stores) + int(loads), int(registers))
-        for name, arch, stores, loads, registers in found
+        Kernel(name, arch, sum(map(int, spills.findall(properties))), int(registers))
+        for name, arch, properties, registers in found
     ]
 
 
