@@ -204,7 +204,7 @@ def test_each_fault_is_found_by_name(tree, monkeypatch):
     monkeypatch.setattr(_verify, "CALL_S", 5.0)
     found = verdict(tree.built() / "_C_cpu.so")
     assert found.pop(RIGHT) == "ok"
-    assert re.fullmatch(r"AssertionError: \d+ of \d+ numbers .* \(call 1 of 1\)", found.pop(WRONG))
+    assert re.fullmatch(r"AssertionError: \d+ of \d+ numbers .* \(call 1 of 2\)", found.pop(WRONG))
     assert found.pop(HANG) == "it did not end in time"
     assert found == CRASHES
 
