@@ -147,8 +147,7 @@ def predicted_peak(call: Call) -> int:
     forward = vocabulary * plan.rows * model.dtypes.exps.itemsize + passing + kept
     forward += vocabulary * hidden * product.itemsize * (product != weight.dtype)
     returned = count * hidden * size * call.return_outputs  # of torch's modules, after the pass
-    ends = tokens.eos is not None or tokens.within_length is not None
-    copied = returned * ends  # rows that have ended are zeroed in a copy
+    copied = returned * tokens.rows_may_end  # those that have ended are zeroed in a copy
     return always + max(forward + returned * (rnn is None), returned + max(copied, backward))
 
 
@@ -276,11 +275,10 @@ def _callable_cell(call: Call) -> tuple[int, int, int]:
         beside = last.alone - longest * last.graph + (state_after(end) if end < steps else 0)
         peak = max(peak, kept + between + graph + later + beside)
     hidden = steps * tokens.batch * weight.shape[1]
-    ends = tokens.eos is not None or tokens.within_length is not None
     # If all tokens are known, the head reads steps whose graph is kept at once: their places,
     # tokens and losses.
     with_graph_steps = sum(end - begin for begin, end in with_graph)
-    at_once = longest if ends or growth else max(longest, with_graph_steps)
+    at_once = longest if tokens.rows_may_end or growth else max(longest, with_graph_steps)
     rows = 0 if tokens.free_running else at_once * tokens.batch
     read_at_once = rows * (3 * 8 + model.dtypes.accumulation.itemsize)
     if at_once > longest and call.plan.rows >= 2 * tokens.batch:  # joined with the first step's
@@ -402,11 +400,10 @@ def _without_data(call: Call, steps: int) -> CallableSteps:
     model, tokens, table = call.model, call.tokens, call.model.table.weight
     shape = (steps, tokens.batch)
     empty = partial(torch.empty, device=table.device)
-    ends = tokens.eos is not None or tokens.within_length is not None
     gate = call.truncation.gate(tokens.steps, tokens.batch, model.head_weight)
     transcript: Any = SimpleNamespace(
         model=model, tokens=tokens, gate=gate, inputs=empty(shape, dtype=torch.int64),
-        active=empty(shape, dtype=torch.bool) if ends else None,
+        active=empty(shape, dtype=torch.bool) if tokens.rows_may_end else None,
     )  # fmt: skip
     anchor = empty(0, dtype=table.dtype, requires_grad=table.requires_grad)
     context = tuple(_copy(tensor, tensor.requires_grad) for tensor in model.context)

@@ -50,6 +50,11 @@ class Tokens:
     state: State
     resets: Resets | None
 
+    @property
+    def rows_may_end(self) -> bool:
+        """Tell whether a row may end before the last step."""
+        return self.eos is not None or self.within_length is not None
+
 
 def tokens_from(model: Model, args: Arguments) -> Tokens:
     """Check the steps, rows, targets, feedback and initial state of a call, and return them."""

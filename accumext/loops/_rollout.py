@@ -215,8 +215,9 @@ def _is_measured() -> bool:
 
 @contextmanager
 def _calling_steps() -> Iterator[None]:
-    """Let rollouts inside of steps keep no graph, be the step measured, under hooks, or not: many
-    graphs that are small would be larger than the one that is measured."""
+    """Let rollouts that the steps call keep no graph. Under the hooks of a step whose graph is
+    measured they keep none, so those of other steps must not either, or the graph would be larger
+    than was measured."""
     token = _inside.set(True)
     try:
         yield
