@@ -11,15 +11,17 @@ namespace accumext::cpu {
 namespace {
 
 // Rows of the left operand that are packed at once lie in the second cache; a piece of a job has as
-// many or fewer, so that there are enough pieces for any number of threads.
+// many or fewer, so that there are enough pieces for any number of threads. Pairs are multiplied so
+// fast that the second cache has to hold the rows' sums, too.
 constexpr int64_t kMostRows = 240;
 constexpr int64_t kLeastRows = 24;
+constexpr int64_t kMostPairedRows = 4 * kTile;
 constexpr int64_t kLeastPairedRows = 2 * kTile;
 constexpr int64_t kPieces = 32;
 
-// Bytes of panels that are packed at once, for all threads. The deeper they are, the less often the
-// sums go to memory.
-constexpr int64_t kPackedBytes = 1 << 21;
+// Bytes of panels that are packed at once, for all threads: half of a second cache. If all panels
+// take no more than twice as much, they are packed at once, and the sums go to memory once.
+constexpr int64_t kPackedBytes = 1 << 20;
 
 // A product of so few columns and so many rows is bound by reading the left operand.
 constexpr int64_t kFewColumns = 32;
@@ -58,17 +60,20 @@ class Matmul {
     depth_block_ = panel_terms<T>(depth_, paired_ != nullptr);
     panel_size_ = panel_size<T>(depth_block_, paired_ != nullptr);
     const int64_t least = paired_ != nullptr ? kLeastPairedRows : kLeastRows;
-    row_span_ = std::min(kMostRows, rows_ / kPieces + least) / least * least;
+    const int64_t most = paired_ != nullptr ? kMostPairedRows : kMostRows;
+    row_span_ = std::min(most, rows_ / kPieces + least) / least * least;
     spans_ = (rows_ + row_span_ - 1) / row_span_;
   }
 
   void run() const {
     const int64_t panels = (columns_ + kPanelColumns<T> - 1) / kPanelColumns<T>;
     const int64_t blocks = (depth_ + depth_block_ - 1) / depth_block_;
-    const int64_t fit = std::max<int64_t>(1, kPackedBytes / (panel_size_ * sizeof(T)));
+    const int64_t bytes = panel_size_ * static_cast<int64_t>(sizeof(T));
+    const bool once = panels * blocks * bytes <= 2 * kPackedBytes;
+    const int64_t fit = once ? panels * blocks : std::max<int64_t>(1, kPackedBytes / bytes);
     const int64_t wide = std::min(panels, fit);
     const int64_t deep = std::clamp<int64_t>(fit / panels, 1, blocks);
-    const int64_t groups = std::min(wide, (kPieces + spans_ - 1) / spans_);
+    const int64_t groups = std::clamp<int64_t>(kPieces / spans_, 1, wide);
     const int64_t group = (wide + groups - 1) / groups;  // panels of a piece
     Team::gather(spans_ * groups, [&](Team& team) {
       const Buffer<T> packed(wide * deep * panel_size_);

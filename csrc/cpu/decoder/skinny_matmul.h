@@ -8,6 +8,7 @@
 
 #include <cstring>
 #include <memory>
+#include <new>
 #include <optional>
 #include <vector>
 
@@ -48,16 +49,21 @@ inline bool* booleans(const Tensor& tensor) {
   return static_cast<bool*>(tensor.mutable_data_ptr());
 }
 
-// Uninitialised elements.
+// Uninitialised numbers that begin with a cache line, as those of a tensor do: elsewhere every load
+// of a whole line reads two.
 template <typename T>
 class Buffer {
  public:
-  explicit Buffer(int64_t size) : data_(new T[size]) {}
+  explicit Buffer(int64_t size) : data_(static_cast<T*>(::operator new(size * sizeof(T), kLine))) {}
   T* get() const { return data_.get(); }
   T& operator[](int64_t i) const { return data_[i]; }
 
  private:
-  std::unique_ptr<T[]> data_;
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(T* data) const { ::operator delete(data, kLine); }
+  };
+  std::unique_ptr<T[], Free> data_;
 };
 
 template <typename T>

@@ -41,24 +41,19 @@ struct alignas(64) TileShapes {
 class TileRows {
  public:
   TileRows(const uint16_t* first, int64_t stride, int64_t depth, int64_t rows)
-      : rows_(std::min<int64_t>(rows, kTile)), first_(first), stride_(stride) {
+      : first_(first), stride_(stride) {
     const int64_t left = depth % kTerms;
-    for (int64_t r = 0; r < (left > 0 ? rows_ : 0); ++r) {
+    for (int64_t r = 0; r < (left > 0 ? std::min<int64_t>(rows, kTile) : 0); ++r) {
       std::memset(last_[r], 0, kRowBytes);
       std::memcpy(last_[r], first_ + r * stride_ + depth - left, left * sizeof(uint16_t));
     }
   }
 
-  int64_t rows() const { return rows_; }
   const uint16_t* at(int64_t term) const { return first_ + term; }
   int64_t bytes() const { return stride_ * static_cast<int64_t>(sizeof(uint16_t)); }
   const void* last() const { return last_; }
-  void prefetch(int64_t term, int64_t rows) const {
-    for (int64_t r = 0; r < kTile; ++r) __builtin_prefetch(first_ + (r + rows) * stride_ + term);
-  }
 
  private:
-  int64_t rows_;
   const uint16_t* first_;
   int64_t stride_;
   alignas(64) uint16_t last_[kTile][kTerms];
@@ -72,6 +67,43 @@ struct TileColumns {
 
   const char* at(int64_t term) const { return first + term / 2 * bytes; }
 };
+
+// Where the sums of at most 32 rows and 32 columns are read, null: they begin with zeros, and where
+// they are written: whole tiles, without a vector between. That would wait for the tile, and so
+// would the operands behind it that are still to be read.
+struct TileSums {
+  const float* from;
+  int64_t from_stride;
+  float* to;
+  int64_t to_stride;
+};
+
+// The tiles 0 and 1 hold sums of the first columns, 2 and 3 those behind them; 1 and 3 the lower
+// rows. Their numbers are constants of the instructions.
+template <bool kLower, bool kTwo>
+[[gnu::always_inline]] inline void begin_sums(const TileSums& sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  if (sums.from == nullptr) return;
+  const int64_t bytes = sums.from_stride * static_cast<int64_t>(sizeof(float));
+  const float* below = sums.from + kTile * sums.from_stride;
+  _tile_loadd(0, sums.from, bytes);
+  if constexpr (kLower) _tile_loadd(1, below, bytes);
+  if constexpr (kTwo) _tile_loadd(2, sums.from + kTile, bytes);
+  if constexpr (kLower && kTwo) _tile_loadd(3, below + kTile, bytes);
+}
+
+template <bool kLower, bool kTwo>
+[[gnu::always_inline]] inline void end_sums(const TileSums& sums) {
+  const int64_t bytes = sums.to_stride * static_cast<int64_t>(sizeof(float));
+  float* below = sums.to + kTile * sums.to_stride;
+  _tile_stored(0, sums.to, bytes);
+  if constexpr (kLower) _tile_stored(1, below, bytes);
+  if constexpr (kTwo) _tile_stored(2, sums.to + kTile, bytes);
+  if constexpr (kLower && kTwo) _tile_stored(3, below + kTile, bytes);
+}
 
 // Tiles of 32 terms of the rows `above` and, if kLower, `below`, times tiles of the panel: 32
 // columns if kTwo, otherwise 16.
@@ -90,52 +122,35 @@ template <bool kLower, bool kTwo>
   }
 }
 
-// Sums of these rows and columns stay in tiles over the whole depth; then put(sums [rows, 16],
-// rows, tile of rows, tile of columns) is called. kAhead: rows behind `upper` to prefetch.
-template <bool kLower, bool kTwo, int kAhead, typename Put>
+// Sums of these rows and columns stay in tiles over the whole depth.
+template <bool kLower, bool kTwo>
 [[gnu::always_inline]] inline void tile_block(const TileRows& upper, const TileRows& lower,
-                                              const TileColumns& columns, const Put& put) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+                                              const TileColumns& columns, const TileSums& sums) {
+  begin_sums<kLower, kTwo>(sums);
   int64_t term = 0;
   for (; term + kTerms <= columns.depth; term += kTerms) {
-    if constexpr (kAhead > 0) {
-      upper.prefetch(term, kAhead);
-      if constexpr (kLower) lower.prefetch(term, kAhead);
-    }
     advance<kLower, kTwo>(upper.at(term), lower.at(term), upper.bytes(), columns.at(term),
                           columns.bytes);
   }
   if (term < columns.depth) {
     advance<kLower, kTwo>(upper.last(), lower.last(), kRowBytes, columns.at(term), columns.bytes);
   }
-  alignas(64) float sums[4][kTile * kTile];
-  _tile_stored(0, sums[0], kRowBytes);
-  if constexpr (kLower) _tile_stored(1, sums[1], kRowBytes);
-  if constexpr (kTwo) _tile_stored(2, sums[2], kRowBytes);
-  if constexpr (kLower && kTwo) _tile_stored(3, sums[3], kRowBytes);
-  for (int64_t across = 0; across < (kTwo ? 2 : 1); ++across) {
-    put(sums[2 * across], upper.rows(), 0, across);
-    if constexpr (kLower) put(sums[2 * across + 1], lower.rows(), 1, across);
-  }
+  end_sums<kLower, kTwo>(sums);
 }
 
 // At most 32 rows of the left operand by at most 32 columns.
-template <int kAhead, typename Put>
 [[gnu::always_inline]] inline void multiply_tiles(const uint16_t* left, int64_t stride,
                                                   int64_t rows, const TileColumns& columns,
-                                                  bool two, const Put& put) {
+                                                  bool two, const TileSums& sums) {
   const TileRows upper(left, stride, columns.depth, rows);
   if (rows <= kTile) {
-    two ? tile_block<false, true, kAhead>(upper, upper, columns, put)
-        : tile_block<false, false, kAhead>(upper, upper, columns, put);
+    two ? tile_block<false, true>(upper, upper, columns, sums)
+        : tile_block<false, false>(upper, upper, columns, sums);
     return;
   }
   const TileRows lower(left + kTile * stride, stride, columns.depth, rows - kTile);
-  two ? tile_block<true, true, kAhead>(upper, lower, columns, put)
-      : tile_block<true, false, kAhead>(upper, lower, columns, put);
+  two ? tile_block<true, true>(upper, lower, columns, sums)
+      : tile_block<true, false>(upper, lower, columns, sums);
 }
 
 // Calls f(row, count) for at most 32 rows of [begin, end) at a time, with tiles of their shape.
@@ -154,23 +169,49 @@ template <typename F>
   _tile_release();
 }
 
+// Memory for the sums of whole tiles, 32 rows by 32 columns.
+struct alignas(64) WholeTiles {
+  static constexpr int64_t kStride = 2 * kTile;
+  float sums[2 * kTile][kStride];
+
+  // Calls f(row, column, sums) for every 16 columns.
+  template <typename F>
+  void each(int64_t rows, int64_t columns, const F& f) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; c += kTile) f(r, c, sums[r] + c);
+    }
+  }
+
+  // Writes the first `columns` of each row to a matrix that has no whole tiles of them.
+  void write(int64_t rows, int64_t columns, float* to, int64_t stride) {
+    each(rows, columns, [&](int64_t r, int64_t c, const float* from) {
+      store<float, kTile>(to + r * stride + c, raw<Vector<float, kTile>>(from), columns - c);
+    });
+  }
+};
+
 void product(const Product<float>& p, int64_t begin, int64_t end) {
   const int64_t ld = up_to(kTile, p.columns) * static_cast<int64_t>(sizeof(uint32_t));
+  WholeTiles bias, rest;
   for_tiles(begin, end, [&](int64_t row, int64_t count) {
     const auto* weight = static_cast<const uint16_t*>(p.weight) + row * p.stride;
+    if (p.bias != nullptr) {
+      bias.each(count, p.columns > kTile ? 2 * kTile : kTile, [&](int64_t r, int64_t, float* to) {
+        store<float, kTile>(to, splat<float, kTile>(p.bias[row + r]), kTile);
+      });
+    }
     for (int64_t column = 0; column < p.columns; column += 2 * kTile) {
       const TileColumns columns{static_cast<const char*>(p.panel) + column * sizeof(uint32_t), ld,
                                 p.depth};
-      const auto put = [&](const float* sums, int64_t rows, int64_t down, int64_t across) {
-        const int64_t first = row + down * kTile;
-        const int64_t at = column + across * kTile;
-        for (int64_t r = first; r < first + rows; ++r, sums += kTile) {
-          auto sum = raw<Vector<float, kTile>>(sums);
-          if (p.bias != nullptr) sum += splat<float, kTile>(p.bias[r]);
-          store<float, kTile>(p.out + r * p.out_stride + at, sum, p.columns - at);
-        }
-      };
-      multiply_tiles<2 * kTile>(weight, p.stride, count, columns, column + kTile < p.columns, put);
+      const int64_t left = std::min(2 * kTile, p.columns - column);
+      const bool whole = left % kTile == 0;
+      float* out = p.out + row * p.out_stride + column;
+      multiply_tiles(weight, p.stride, count, columns, left > kTile,
+                     {.from = p.bias != nullptr ? bias.sums[0] : nullptr,
+                      .from_stride = WholeTiles::kStride,
+                      .to = whole ? out : rest.sums[0],
+                      .to_stride = whole ? p.out_stride : WholeTiles::kStride});
+      if (!whole) rest.write(count, left, out, p.out_stride);
     }
   });
 }
@@ -178,15 +219,22 @@ void product(const Product<float>& p, int64_t begin, int64_t end) {
 void multiply_pairs(const Block<float>& b) {
   const TileColumns columns{static_cast<const char*>(b.panel),
                             kPanelColumns<float> * static_cast<int64_t>(sizeof(uint32_t)), b.depth};
+  const bool whole = b.columns % kTile == 0;
+  WholeTiles rest;
   for_tiles(0, b.rows, [&](int64_t row, int64_t count) {
     const auto* left = static_cast<const uint16_t*>(b.left) + row * b.row_stride;
-    const auto put = [&](const float* sums, int64_t rows, int64_t down, int64_t across) {
-      for (int64_t r = 0; r < rows; ++r, sums += kTile) {
-        const Vector<float, kTile> sum[1][1] = {{raw<Vector<float, kTile>>(sums)}};
-        put_sums<float, kTile>(b, sum, row + down * kTile + r, across * kTile);
-      }
-    };
-    multiply_tiles<0>(left, b.row_stride, count, columns, b.columns > kTile, put);
+    float* out = b.out + row * b.out_stride;
+    float* sums = whole ? out : rest.sums[0];
+    const int64_t stride = whole ? b.out_stride : WholeTiles::kStride;
+    if (b.add && !whole) {
+      rest.each(count, b.columns, [&](int64_t r, int64_t c, float* to) {
+        const float* before = out + r * b.out_stride + c;
+        store<float, kTile>(to, load_some<float, kTile>(before, b.columns - c), kTile);
+      });
+    }
+    multiply_tiles(left, b.row_stride, count, columns, b.columns > kTile,
+                   {b.add ? sums : nullptr, stride, sums, stride});
+    if (!whole) rest.write(count, b.columns, out, b.out_stride);
   });
 }
 
