@@ -4,6 +4,7 @@
 //
 #include <cstdio>
 #include <cstdlib>
+#include <numeric>
 
 namespace emulated {
 
@@ -167,13 +168,15 @@ void multiply(const Matrix& left, const std::vector<uint32_t>& panel, int64_t be
 void check_block(int64_t rows, int64_t depth, int64_t columns, bool add) {
   const Matrix left(rows, depth), right(depth, columns);
   const int64_t stride = columns + 3;
-  std::vector<float> out(rows * stride, kUntouched);
+  std::vector<float> before(rows * stride);
+  std::iota(before.begin(), before.end(), 0.0f);
+  std::vector<float> out = before;
   multiply(left, panel_of(right, depth, columns), 0, rows, depth, columns, out.data(), stride, add);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = 0; c < stride; ++c) {
       const double sum = c < columns ? product_of(left, right, r, c, depth) : 0.0;
-      expect(out[r * stride + c], sum + (add || c >= columns ? kUntouched : 0.0), "a block", rows,
-             depth, columns);
+      expect(out[r * stride + c], sum + (add || c >= columns ? before[r * stride + c] : 0.0),
+             "a block", rows, depth, columns);
     }
   }
 }
@@ -202,10 +205,12 @@ std::vector<uint16_t> skinny_panel_of(const Matrix& right, int64_t depth, int64_
   return panel;
 }
 
-// Rows [begin, end) of a skinny product plus 0.5 to `out` [rows, columns].
+// Rows [begin, end) of a skinny product, with a bias plus the number of the row, to `out` [rows,
+// columns].
 void multiply_skinny(const Matrix& weight, const std::vector<uint16_t>& panel, int64_t begin,
-                     int64_t end, int64_t depth, int64_t columns, float* out) {
-  const std::vector<float> bias(end, 0.5f);
+                     int64_t end, int64_t depth, int64_t columns, float* out, bool biased) {
+  std::vector<float> bias(end);
+  std::iota(bias.begin(), bias.end(), 0.0f);
   kPairedAmx.product({.weight = weight.data.data(),
                       .weight_dtype = accumext::Dtype::kBFloat16,
                       .depth = depth,
@@ -213,21 +218,21 @@ void multiply_skinny(const Matrix& weight, const std::vector<uint16_t>& panel, i
                       .panel = panel.data(),
                       .paired = true,
                       .columns = columns,
-                      .bias = bias.data(),
+                      .bias = biased ? bias.data() : nullptr,
                       .out = out,
                       .out_stride = columns},
                      begin, end);
 }
 
-void check_skinny(int64_t rows, int64_t depth, int64_t columns) {
+void check_skinny(int64_t rows, int64_t depth, int64_t columns, bool biased) {
   const Matrix weight(rows, depth), right(depth, columns);
   std::vector<float> out(rows * columns, kUntouched);
   multiply_skinny(weight, skinny_panel_of(right, depth, columns), 0, rows, depth, columns,
-                  out.data());
+                  out.data(), biased);
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t c = 0; c < columns; ++c) {
-      expect(out[r * columns + c], product_of(weight, right, r, c, depth) + 0.5, "a skinny product",
-             rows, depth, columns);
+      const double sum = product_of(weight, right, r, c, depth) + (biased ? r : 0);
+      expect(out[r * columns + c], sum, "a skinny product", rows, depth, columns);
     }
   }
 }
@@ -241,7 +246,7 @@ void check_groups(int64_t depth, int64_t columns) {
   std::vector<float> whole(2 * kRows * columns), grouped(2 * kRows * columns);
   const auto run = [&](int64_t begin, int64_t end, float* out) {
     multiply(left, panel, begin, end, depth, columns, out, columns, false);
-    multiply_skinny(left, skinny_panel, begin, end, depth, columns, out + kRows * columns);
+    multiply_skinny(left, skinny_panel, begin, end, depth, columns, out + kRows * columns, true);
   };
   run(0, kRows, whole.data());
   const int64_t cuts[] = {0, 1, 8, 24, 41, kRows};
@@ -256,7 +261,7 @@ int main() {
     for (const int64_t depth : {1, 2, 31, 32, 33, 64, 97}) {
       for (const int64_t columns : {1, 15, 16, 17, 31, 32}) {
         check_block(rows, depth, columns, rows % 2 == 0);
-        check_skinny(rows, depth, columns);
+        check_skinny(rows, depth, columns, rows % 2 == 0);
       }
       check_transpose(depth, rows);
     }

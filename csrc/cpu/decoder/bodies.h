@@ -127,7 +127,7 @@ void exponentials_as(const Logits<T>& logits, int64_t begin, int64_t end, T* sum
     auto* exps = static_cast<scalar_t*>(logits.exps);
     // Only the deferred products read them, so whole cache lines are written past the caches.
     constexpr size_t kLine = 64;
-    const bool streamed = columns.kWhole && sizeof(scalar_t) * kSize * kVectors == kLine &&
+    const bool streamed = columns.kWhole && sizeof(scalar_t) * kSize * kVectors % kLine == 0 &&
                           reinterpret_cast<uintptr_t>(exps + columns.first) % kLine == 0 &&
                           logits.exps_stride * sizeof(scalar_t) % kLine == 0;
     Vector<T, kSize> peak[kVectors], total[kVectors] = {}, tempered_total[kVectors] = {};

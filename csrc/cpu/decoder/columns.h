@@ -35,17 +35,16 @@ struct Columns {
   }
 };
 
-// Calls f(Columns) until all columns are done: first cache lines of T, then whole registers, half a
-// register, and the remaining columns.
+// Calls f(Columns) until all columns are done: first pairs of registers, whose results fill a cache
+// line even if they are of half precision with AVX-512; then whole registers, half a register, and
+// the remaining columns.
 template <typename T, typename F>
 [[gnu::always_inline]] inline void for_columns(int64_t columns, const F& f) {
   constexpr int kSize = kRegister<T>;
   constexpr int kHalf = kSize > kColumnPad ? kSize / 2 : kSize;
   int64_t first = 0;
-  if constexpr (kVectorBytes < 64) {
-    for (; first + 2 * kSize <= columns; first += 2 * kSize) {
-      f(Columns<kSize, 2, true>{first, 2 * kSize});
-    }
+  for (; first + 2 * kSize <= columns; first += 2 * kSize) {
+    f(Columns<kSize, 2, true>{first, 2 * kSize});
   }
   for (; first + kSize <= columns; first += kSize) f(Columns<kSize, 1, true>{first, kSize});
   if constexpr (kHalf < kSize) {
