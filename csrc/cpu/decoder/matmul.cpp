@@ -11,13 +11,16 @@ namespace accumext::cpu {
 namespace {
 
 // Rows of the left operand that are packed at once lie in the second cache; a piece of a job has as
-// many or fewer, so that there are enough pieces for any number of threads. Pairs are multiplied so
-// fast that the second cache has to hold the rows' sums, too.
+// many or fewer, so that each thread has some pieces. Pairs are multiplied so fast that the second
+// cache has to hold the rows' sums, too.
 constexpr int64_t kMostRows = 240;
 constexpr int64_t kLeastRows = 24;
 constexpr int64_t kMostPairedRows = 4 * kTile;
 constexpr int64_t kLeastPairedRows = 2 * kTile;
-constexpr int64_t kPieces = 32;
+constexpr int64_t kPieces = 4;  // of a thread
+
+// Panels of a piece for which it is worth its time to pack the rows again.
+constexpr int64_t kOwnPanels = 8;
 
 // Bytes of panels that are packed at once, for all threads: half of a second cache. If all panels
 // take no more than twice as much, they are packed at once, and the sums go to memory once.
@@ -61,7 +64,7 @@ class Matmul {
     panel_size_ = panel_size<T>(depth_block_, paired_ != nullptr);
     const int64_t least = paired_ != nullptr ? kLeastPairedRows : kLeastRows;
     const int64_t most = paired_ != nullptr ? kMostPairedRows : kMostRows;
-    row_span_ = std::min(most, rows_ / kPieces + least) / least * least;
+    row_span_ = std::min(most, rows_ / (kPieces * threads_) + least) / least * least;
     spans_ = (rows_ + row_span_ - 1) / row_span_;
   }
 
@@ -73,7 +76,7 @@ class Matmul {
     const int64_t fit = once ? panels * blocks : std::max<int64_t>(1, kPackedBytes / bytes);
     const int64_t wide = std::min(panels, fit);
     const int64_t deep = std::clamp<int64_t>(fit / panels, 1, blocks);
-    const int64_t groups = std::clamp<int64_t>(kPieces / spans_, 1, wide);
+    const int64_t groups = groups_of(wide);
     const int64_t group = (wide + groups - 1) / groups;  // panels of a piece
     Team::gather(spans_ * groups, [&](Team& team) {
       const Buffer<T> packed(wide * deep * panel_size_);
@@ -90,6 +93,13 @@ class Matmul {
   }
 
  private:
+  // The number of groups of panels. Each thread has its own part of the larger operand: rows, or
+  // the panels that it has packed and its cache holds.
+  int64_t groups_of(int64_t panels) const {
+    const int64_t own = rows_ > columns_ ? 1 : std::min(threads_, panels / kOwnPanels);
+    return std::clamp<int64_t>(std::max(own, kPieces * threads_ / spans_), 1, panels);
+  }
+
   // Panels of some blocks of terms, packed block by block.
   struct Part {
     int64_t panel, panels, block, blocks;
@@ -100,7 +110,8 @@ class Matmul {
     constexpr int64_t kGroup = 4;  // neighbouring panels share cache lines of the operand
     const int64_t groups = (part.panels + kGroup - 1) / kGroup;
     team.share(part.blocks * groups, 1, [&](int64_t i, int64_t, int64_t) {
-      const int64_t block = i / groups, first = i % groups * kGroup;
+      const int64_t block = i % part.blocks;
+      const int64_t first = i / part.blocks * kGroup;
       const int64_t last = std::min(first + kGroup, part.panels);
       pack(part.block + block, part.panel + first, part.panel + last,
            part.packed + (block * part.panels + first) * panel_size_);
@@ -187,6 +198,7 @@ class Matmul {
   T* out_;
   int64_t out_stride_;
   bool overwrite_;
+  int64_t threads_ = torch::stable::get_num_threads();
   const PairedKernels* paired_ = nullptr;  // null: operands are T in the product
   int64_t depth_block_;                    // terms of a panel
   int64_t panel_size_;                     // elements
