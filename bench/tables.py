@@ -169,28 +169,51 @@ def decoder_on_a_gpu() -> Lines:
     return markdown(("", "ms", "accumext is times as fast", "peak, MiB"), *rows)
 
 
+def known_cells(source: str) -> dict[tuple[str, str, str], str]:
+    """Return medians in ms of known inputs, accumext / the better of PyTorch's two ways, by shape,
+    kind and number of layers."""
+    found = {}
+    for job in dict.fromkeys(row["job"] for row in result(source)["rows"]):
+        kind, *shape, layers = job.split(", ")
+        medians = {way: 1e3 * median(row) for way, row in contenders(source, job=job).items()}
+        mine = medians[OURS]
+        best = min(ms for way, ms in medians.items() if not way.startswith(OURS))
+        cell = " / ".join(f"{ms:,.{mine < 100:d}f}" for ms in (mine, best))
+        found[", ".join(f"{int(size):,}" for size in shape), kind, layers] = cell
+    return found
+
+
+LAYERS = {"1": "one layer", "2": "two layers"}
+
+
 def known() -> Lines:
-    """Show medians in ms of known inputs: accumext / the better of PyTorch's two ways."""
-    found: dict[str, dict[tuple[int, str], str]] = {}
-    for threads in (1, 2):
-        source = f"known_avx2_{threads}"
-        for job in dict.fromkeys(row["job"] for row in result(source)["rows"]):
-            kind, *shape, layers = job.split(", ")
-            if kind != "known":  # in float32
-                continue
-            ways = contenders(source, job=job)
-            medians = {way: 1e3 * median(row) for way, row in ways.items()}
-            mine = medians[OURS]
-            best = min(ms for way, ms in medians.items() if not way.startswith(OURS))
-            row = found.setdefault(", ".join(f"{int(size):,}" for size in shape), {})
-            row[threads, layers] = " / ".join(f"{ms:,.{mine < 100:d}f}" for ms in (mine, best))
-    columns = {
-        (threads, layers): f"{of_layers}, {of_threads}"
-        for threads, of_threads in ((1, "1 thread"), (2, "2 threads"))
-        for layers, of_layers in (("1", "one layer"), ("2", "two layers"))
-    }
-    rows = [(shape, *(row.get(column, "") for column in columns)) for shape, row in found.items()]
-    return markdown(("T, B, H, V", *columns.values()), *rows)
+    """Show known inputs in float32, by threads and layers."""
+    by_threads = {threads: known_cells(f"known_avx2_{threads}") for threads in (1, 2)}
+    head = [
+        f"{layers}, {threads}"
+        for threads in ("1 thread", "2 threads")
+        for layers in LAYERS.values()
+    ]
+    rows = [
+        (
+            shape,
+            *(by_threads[t].get((shape, "known", layers), "") for t in (1, 2) for layers in LAYERS),
+        )
+        for shape in dict.fromkeys(shape for shape, *_ in by_threads[1])
+    ]
+    return markdown(("T, B, H, V", *head), *rows)
+
+
+def known_with_amx() -> Lines:
+    """Show known inputs by precision and layers."""
+    cells = known_cells("known_amx_2")
+    kinds = {"known": "float32", "known in bfloat16": "bfloat16"}
+    head = [f"{layers}, {dtype}" for dtype in kinds.values() for layers in LAYERS.values()]
+    rows = [
+        (shape, *(cells[shape, kind, layers] for kind in kinds for layers in LAYERS))
+        for shape in dict.fromkeys(shape for shape, *_ in cells)
+    ]
+    return markdown(("T, B, H, V", *head), *rows)
 
 
 def precision() -> Lines:
@@ -551,6 +574,7 @@ TABLES = {
     "windows in full": Table("windows_cpu", f"{ACCUMULATE} --jobs window", windows_in_full),
     "decoder by shape": Table(AVX2, f"{DECODER} --shape ...", decoder_by_shape),
     "known": Table("known_avx2_2", "bench/loops.py known", known),
+    "known with AMX": Table("known_amx_2", "bench/loops.py known", known_with_amx),
     "decoder times": Table(AVX512, f"{DECODER} --shape ...", decoder_times),
     "precision": Table(PRECISION[0], "bench/loops.py precision --threads 1", precision),
     "generate": Table("loops_cpu", "bench/loops.py generate", LOOPS),
