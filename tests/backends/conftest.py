@@ -12,11 +12,11 @@ from support.source_tree import Tree
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_compiler(tmp_path_factory):
-    if found := os.environ.get("COMPILE_ONCE"):  # by .ci/run
-        source_tree.COMPILER["CXX"] = found
-    elif shutil.which(compiler()[0]) is not None:
-        folder = once(tmp_path_factory, "compiler", compile_once.write)
-        source_tree.COMPILER["CXX"] = str(folder / "g++")
+    found = os.environ.get("COMPILE_ONCE")  # by .ci/run
+    if found is None and shutil.which(compiler()[0]) is not None:
+        found = str(once(tmp_path_factory, "compiler", compile_once.write) / "g++")
+    if found is not None:
+        source_tree.COMPILER.update(CXX=found, COMPILE_ONCE=found)
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import subprocess
 import pytest
 import torch
 from support import ROOT
-from support.programs import compiler, executable
-from support.source_tree import CALL, NATIVE, PROBE, REFERENCE, SHOW, Tree
+from support.programs import executable
+from support.source_tree import CALL, COMPILER, NATIVE, PROBE, REFERENCE, SHARED, SHOW, Tree
 
 from accumext.backends import _build, _doctor, _progress
 
@@ -24,11 +24,10 @@ HONOURED = {
 
 
 def value_of_cxx(name: str, tree: Tree) -> str:
-    script = f'exec {" ".join(compiler())} "$@"'
     (tree.folder / "with spaces").mkdir()
     for folder in (tree.folder, tree.folder / "with spaces"):
-        executable(folder / "g++", script)
-    return HONOURED[name].format(cxx=" ".join(compiler()), folder=tree.folder)
+        executable(folder / "g++", SHARED)
+    return HONOURED[name].format(cxx=COMPILER["CXX"], folder=tree.folder)
 
 
 @pytest.mark.build
@@ -112,7 +111,7 @@ IMPATIENT = "from accumext.backends import _progress; _progress._REMINDER_S = 0.
 
 @pytest.mark.build
 def test_a_log_is_told_what_takes_so_long_and_that_it_goes_on(tree):
-    slow = executable(tree.folder / "slow", 'sleep 0.5; exec c++ "$@"')
+    slow = executable(tree.folder / "slow", f"sleep 0.5; {SHARED}")
     processes = [tree.start(IMPATIENT + CALL, CXX=slow) for _ in range(2)]
     lines = [process.communicate(timeout=100)[1].splitlines() for process in processes]
     compiles, waits = sorted(lines, key=lambda found: found[0])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.programs import executable
-from support.source_tree import CALL, NATIVE, PROBE, REFERENCE, SHOW
+from support.source_tree import CALL, NATIVE, PROBE, REFERENCE, SHARED, SHOW
 
 import accumext
 from accumext.backends import _build, _libraries
@@ -161,7 +161,7 @@ def test_backend_compiles_what_is_pending(tree):
 @pytest.mark.build
 def test_two_processes_compile_once(tree):
     log = tree.folder / "compilations"
-    compiler = executable(tree.folder / "compiler", f'echo "$@" >> {log}\nexec c++ "$@"')
+    compiler = executable(tree.folder / "compiler", f'echo "$@" >> {log}\n{SHARED}')
     processes = [tree.start(SHOW, CXX=compiler) for _ in range(2)]
     outputs = [process.communicate(timeout=100)[0] for process in processes]
     assert [output.partition("|")[0] for output in outputs] == [NATIVE, NATIVE]

@@ -10,11 +10,12 @@ import os
 import runpy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import accumext
+from support import forks
+from support.forks import Forked
 
 PROBE = """
 #include <torch/csrc/stable/library.h>
@@ -37,14 +38,15 @@ accumext.scale_([tensor], 0.5)
 """
 SHOW = CALL + "print(tensor.item(), accumext.backend(), accumext.backend_reason(), sep='|')"
 NATIVE, REFERENCE = "42.0", "1.0"
-COMPILER: dict[str, str] = {}  # CXX, where all tests of a session share one
+COMPILER: dict[str, str] = {}  # variables, where all tests of a session share a compiler
+SHARED = 'exec "$COMPILE_ONCE" "$@"'  # that one, at the end of a script in its place
 
 
 class Tree:
     """A source tree of the package that nothing was installed from."""
 
     def __init__(self, folder: Path) -> None:
-        ignore = shutil.ignore_patterns("*.so", "_build_info.json", "_csrc", "__pycache__")
+        ignore = shutil.ignore_patterns("*.so", "_build_info.json", "_csrc")
         shutil.copytree(Path(accumext.__file__).parent, folder / "accumext", ignore=ignore)
         (folder / "csrc" / "cpu").mkdir(parents=True)
         self.folder = folder
@@ -53,28 +55,19 @@ class Tree:
         self.cache = folder / "extensions"
         self.installed = folder / "accumext" / "backends" / "_C_cpu.abi3.so"
 
-    def start(self, code: str, **variables: str) -> subprocess.Popen[str]:
-        """Run Python in this tree."""
+    def environment(self, **variables: str) -> dict[str, str]:
+        """The variables of a program in this tree."""
         clean = {k: v for k, v in os.environ.items() if not k.startswith("ACCUMEXT_")}
         clean |= {"PYTHONPATH": str(self.folder), "TORCH_EXTENSIONS_DIR": str(self.cache)}
-        return subprocess.Popen(
-            [sys.executable, "-c", code],
-            cwd=self.folder,
-            env=clean | COMPILER | variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        return clean | COMPILER | variables
+
+    def start(self, code: str, **variables: str) -> Forked:
+        """Run Python in this tree."""
+        return Forked("-c", code, cwd=self.folder, env=self.environment(**variables))
 
     def run(self, code: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        with self.start(code, **variables) as process:
-            try:
-                out, err = process.communicate(timeout=100)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+        env = self.environment(**variables)
+        return forks.run("-c", code, cwd=self.folder, env=env, timeout=100)
 
     def show(self, **variables: str) -> tuple[str, str, str]:
         """Return the result of one call, the backend and the reason."""
