@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from support.programs import compiler, executable, run_script
+from support.programs import compiler, executable, run_python
 
 from accumext.backends import _build
 
@@ -126,6 +126,6 @@ def test_a_library_finds_the_libtorch_cuda_that_torch_has_loaded(tmp_path):
         "-Wl,-soname,libtorch_cuda.so",
     )
     program = "import ctypes, sys; print([ctypes.CDLL(path) for path in sys.argv[1:]][-1].ours())"
-    assert run_script("-c", program, torchs, ours).stdout == "42\n"
-    alone = run_script("-c", program, ours).stderr
+    assert run_python("-c", program, torchs, ours).stdout == "42\n"
+    alone = run_python("-c", program, ours).stderr
     assert "libtorch_cuda.so: cannot open shared object file" in alone

@@ -9,7 +9,7 @@ import torch
 from support import ROOT
 from support import optimizer_oracle as oracle
 from support.device import DeviceReads, cpu_as_device
-from support.programs import output_of
+from support.programs import output_of, run_script
 from your_loops import frameworks
 
 pytestmark = frameworks
@@ -86,7 +86,7 @@ def test_recipe(recipe, tmp_path, monkeypatch, capsys):
     for word in NEEDS.keys() & set(recipe.stem.split("_")):
         pytest.importorskip(NEEDS[word])
     if recipe.stem in GROUPS:
-        said = output_of(recipe, cwd=tmp_path)
+        said = output_of(run_script(recipe, cwd=tmp_path))
     else:
         monkeypatch.chdir(tmp_path)
         runpy.run_path(str(recipe), run_name="__main__")
@@ -116,13 +116,14 @@ def test_a_window_above_a_bound_is_dropped():
 
 @pytest.mark.process
 def test_a_run_that_resumes_on_other_ranks_is_the_same_run(tmp_path):
-    """torchrun elastic: 2 ranks for 3 windows, then 3 ranks, end as one rank does"""
+    """torchrun elastic: 2 ranks for 3 windows, then 3 ranks, end as one process does"""
     recipe = ROOT / "examples" / "recipes" / "with_torchrun_elastic.py"
     said = []
-    for folder, ranks, windows in (("whole", 1, 6), ("parts", 2, 3), ("parts", 3, 6)):
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
+    for folder, ranks, windows in (("whole", None, 6), ("parts", 2, 3), ("parts", 3, 6)):
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
         options = ["--checkpoint", tmp_path / folder, "--windows", windows]
-        said.append(output_of(*launch, recipe, *options, cwd=tmp_path))
+        program = [*(torchrun if ranks else []), recipe, *options]
+        said.append(output_of(run_script(*program, cwd=tmp_path)))
     assert said[1].startswith("windows 0 to 3, ")
     assert said[2].startswith("windows 3 to 6, ")
     norms = [float(text.partition("'total_norm': ")[2].partition(",")[0]) for text in said]

@@ -1,7 +1,7 @@
 """peak_memory: what a measurement itself takes of the machine's memory."""
 
 import pytest
-from support.programs import output_of
+from support.programs import output_of, run_python
 
 PROGRAM = """
 import resource
@@ -29,4 +29,4 @@ print(resident() - before)
 @pytest.mark.process
 def test_a_measurement_leaves_no_holes_in_the_heap():
     """Pairs of gradients of 26 MB, in a heap with the profile in it, would take 1 GB."""
-    assert int(output_of("-c", PROGRAM)) < 200e6
+    assert int(output_of(run_python("-c", PROGRAM))) < 200e6

@@ -2,7 +2,7 @@
 
 import pytest
 from support import ROOT
-from support.programs import output_of
+from support.programs import output_of, run_script
 
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 SMALL = ["--steps", "3", "--vocabulary", "2000", "--length", "50"]
@@ -17,4 +17,4 @@ ARGUMENTS = {
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example(example):
     """More windows than are watched."""
-    output_of(example, *ARGUMENTS.get(example.stem, ["--steps", "3"]))
+    output_of(run_script(example, *ARGUMENTS.get(example.stem, ["--steps", "3"])))

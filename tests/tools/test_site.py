@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
-from support.programs import output_of
+from support.programs import output_of, run_python
 
 import accumext
 
@@ -37,7 +37,8 @@ def site(tmp_path_factory):
     for needed in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(needed)
     out = tmp_path_factory.mktemp("site")
-    output_of("-m", "sphinx", "-q", "-W", "-d", out / ".doctrees", "docs", out)
+    build = "-q", "-W", "-d", out / ".doctrees", "docs", out
+    output_of(run_python("-m", "sphinx", *build))
     return out
 
 

@@ -1,7 +1,7 @@
 """The package in an editor or a type checker: its public names and their types."""
 
 import pytest
-from support.programs import run_script
+from support.programs import run_python
 
 import accumext
 
@@ -48,7 +48,7 @@ def test_a_type_checker_knows_the_words_that_arguments_choose_from(tmp_path):
     pytest.importorskip("mypy")
     file = tmp_path / "use.py"
     file.write_text(USE)
-    done = run_script("-m", "mypy", "--strict", "--cache-dir", tmp_path, file)
+    done = run_python("-m", "mypy", file)  # by pyproject.toml: strict, with the cache of `mypy`
     found = {
         int(line.split(":")[1]): line for line in done.stdout.splitlines() if ": error:" in line
     }
