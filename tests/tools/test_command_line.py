@@ -15,6 +15,14 @@ import accumext
 from accumext.__main__ import main
 
 DEMO = ["demo", "--steps=2", "--batch=4", "--length=12", "--hidden=16", "--vocab=300"]
+# The command, with words of one package: to read those of the whole library takes seconds.
+FEW_WORDS = """
+import asyncio, functools, pathlib, sys
+from accumext.__main__ import module_of, run_as_program
+demo, few = module_of("demo"), pathlib.Path(asyncio.__file__).parent
+demo.load_text = functools.partial(demo.load_text, root=few)
+sys.exit(run_as_program())
+"""
 
 
 def interruptible() -> None:
@@ -59,7 +67,7 @@ def test_an_unknown_command_is_refused(capsys):
 @pytest.mark.process
 @pytest.mark.parametrize("line", ["A GRU learns", "step   1: ", "comparing: times, repetition 1"])
 def test_an_interrupt_of_the_demo_leaves_no_traceback(line):
-    program = start("-m", "accumext", *DEMO)
+    program = start("-c", FEW_WORDS, *DEMO)
     while line not in (read := program.stdout.readline()):
         assert read, program.communicate()
     program.send_signal(signal.SIGINT)

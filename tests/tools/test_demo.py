@@ -1,6 +1,7 @@
 """The demo: its text, what it learns, its comparison, and the command from end to end."""
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
@@ -218,7 +219,13 @@ def test_after_two_minutes_nothing_is_repeated(text):
 # --- the command -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.fixture
+def reads_library(library, monkeypatch):
+    """The command learns the words of that library: to read Python's takes seconds."""
+    monkeypatch.setattr(demo, "load_text", functools.partial(load_text, root=library))
+
+
+@pytest.mark.usefixtures("reads_library")
 def test_tiny_run_from_end_to_end(tmp_path, capfd, monkeypatch):
     """What is printed, written and drawn is the same"""
     figure = pytest.importorskip("matplotlib.figure")
@@ -253,7 +260,7 @@ def test_tiny_run_from_end_to_end(tmp_path, capfd, monkeypatch):
     assert memory.get_ylim()[0] == 0  # so that lengths on the axis compare
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("reads_library")
 def test_interrupt_keeps_what_was_done(tmp_path, capsys, monkeypatch):
     """A picture of a run that has nothing yet is drawn without a warning"""
     calls = []
@@ -286,13 +293,8 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        pytest.param(option, marks=pytest.mark.slow if option.startswith("--vocab") else ())
-        for option in REFUSED  # the first reads what the words are learned from
-    ],
-)
+@pytest.mark.usefixtures("reads_library")
+@pytest.mark.parametrize("option", REFUSED)
 def test_what_cannot_be_done_is_said_before_the_run(option, tmp_path, capsys, monkeypatch):
     """An output file stays as it was"""
     pytest.importorskip("matplotlib")
