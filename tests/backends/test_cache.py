@@ -10,14 +10,15 @@ import os
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from support.forks import Forked
 from support.programs import compiler, executable
 from support.source_tree import NATIVE, PROBE, REFERENCE, SHARED, SHOW, Tree
 
@@ -415,16 +416,17 @@ def descriptor_of(folder: Path):
 
 def test_a_library_is_whole_or_absent_while_processes_replace_it(tmp_path):
     folder = tmp_path / "cpu-key"
-    command = [sys.executable, "-c", REPAIR, str(folder)]
-    environment = os.environ | {"PYTHONPATH": str(Path(_cache.__file__).parents[2])}
-    processes = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    seen = 0
-    while any(process.poll() is None for process in processes):
-        with contextlib.suppress(FileNotFoundError), descriptor_of(folder) as descriptor:
-            files = sorted(os.listdir(descriptor))
-            if os.path.samestat(os.fstat(descriptor), folder.stat()):  # else it has been removed
-                assert files == ["library.so", "library.so.sha256"]
-                seen += 1
+    env = os.environ | {"PYTHONPATH": str(Path(_cache.__file__).parents[2])}
+    processes = [Forked("-c", REPAIR, folder, cwd=tmp_path, env=env) for _ in range(2)]
+    with ThreadPoolExecutor() as threads:
+        ends = [threads.submit(process.communicate, timeout=100) for process in processes]
+        seen = 0
+        while not all(end.done() for end in ends):
+            with contextlib.suppress(FileNotFoundError), descriptor_of(folder) as descriptor:
+                files = sorted(os.listdir(descriptor))
+                if os.path.samestat(os.fstat(descriptor), folder.stat()):  # else it is removed
+                    assert files == ["library.so", "library.so.sha256"]
+                    seen += 1
     assert [process.returncode for process in processes] == [0, 0]
     assert seen > 0
     assert _cache.libraries(tmp_path, "cpu-key", "library.so") == [folder / "library.so"]

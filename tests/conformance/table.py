@@ -11,8 +11,9 @@ import argparse
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from xml.etree import ElementTree
@@ -107,8 +108,10 @@ def table(cases: Outcomes) -> tuple[list[str], int]:
     return lines, wrong
 
 
-def sections() -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
-    """Yield titles, and rows as (file, function, text)."""
+@cache  # tests ask many times
+def sections() -> list[tuple[str, Sequence[tuple[str, str, str]]]]:
+    """Return titles, and rows as (file, function, text)."""
+    found = []
     for path in sorted(HERE.glob("test_*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
         tests = [
@@ -116,10 +119,11 @@ def sections() -> Iterator[tuple[str, Sequence[tuple[str, str, str]]]]:
             for node in module.body
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
         ]
-        yield docstring(module), [(path.stem, node.name, docstring(node)) for node in tests]
+        rows = [(path.stem, node.name, docstring(node)) for node in tests]
+        found.append((docstring(module), rows))
     lines = [line.strip() for line in ELSEWHERE.splitlines()]
     rows = [(*name.split("."), text) for name, text in zip(lines[::2], lines[1::2], strict=True)]
-    yield "Operators, import and installation", rows
+    return [*found, ("Operators, import and installation", rows)]
 
 
 def versions() -> str:

@@ -116,7 +116,7 @@ def test_a_window_above_a_bound_is_dropped():
 
 @pytest.mark.process
 def test_a_run_that_resumes_on_other_ranks_is_the_same_run(tmp_path):
-    """torchrun elastic: 2 ranks for 3 windows, then 3 ranks, end as one process does"""
+    """torchrun elastic: 2 ranks for 3 windows, then 3 ranks, end as one rank does"""
     recipe = ROOT / "examples" / "recipes" / "with_torchrun_elastic.py"
     said = []
     for folder, ranks, windows in (("whole", None, 6), ("parts", 2, 3), ("parts", 3, 6)):

@@ -6,8 +6,6 @@ import pytest
 import table
 from support import ROOT
 
-pytestmark = pytest.mark.slow
-
 
 def report(path, outcome_of):
     """Write a JUnit report of two cases of every test, as pytest does."""

@@ -5,12 +5,12 @@ import gc
 import importlib
 import inspect
 import re
-import subprocess
 import sys
 
 import house
 import pytest
 from house import MODULES, SOURCES, TREES, dotted, imported, place
+from support.programs import output_of, run_script
 
 import accumext
 
@@ -52,7 +52,7 @@ def test_what_commands_need_is_not_imported_with_the_package():
     """The auditor, the demo and the doctor, which alone needs the self-test."""
     needed = ("accumext.auditing", "accumext.demo", "accumext.backends._doctor")
     program = f"import accumext, sys; sys.exit(any(m in sys.modules for m in {needed}))"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    output_of(run_script("-c", program))
 
 
 @pytest.mark.parametrize("checking", [False, True])
