@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import ROOT
+from support.once import once
 from support.programs import output_of, run_python
 
 import accumext
@@ -36,10 +37,11 @@ def site(tmp_path_factory):
     """Build the pages, which warns of nothing, and return their folder."""
     for needed in ("sphinx", "furo", "myst_parser"):
         pytest.importorskip(needed)
-    out = tmp_path_factory.mktemp("site")
-    build = "-q", "-W", "-d", out / ".doctrees", "docs", out
-    output_of(run_python("-m", "sphinx", *build))
-    return out
+
+    def build(out: Path) -> None:
+        output_of(run_python("-m", "sphinx", "-q", "-W", "-d", out / ".doctrees", "docs", out))
+
+    return once(tmp_path_factory, "site", build)
 
 
 @pytest.fixture(scope="module")
