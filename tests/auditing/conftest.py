@@ -1,7 +1,6 @@
 """The loops and processes of tests/conformance, which are run here under an audit; and few objects
 to look through."""
 
-import gc
 import sys
 
 import pytest
@@ -12,10 +11,5 @@ from your_loops import forget_accelerate as forget_accelerate
 
 
 @pytest.fixture(autouse=True)
-def only_objects_of_the_test():
-    """An audit looks for modules and optimizers among all objects, of which packages that are
-    imported here have a million. `gc` does not list what is frozen: what the test makes is left.
-    """
-    gc.freeze()
-    yield
-    gc.unfreeze()
+def few_objects(only_objects_of_the_test):
+    """An audit looks for modules and optimizers among all objects."""

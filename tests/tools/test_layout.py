@@ -140,6 +140,7 @@ def test_a_framework_in_the_core_is_found(fault):
 def test_a_decode_is_a_short_way():
     """The calls are counted by bench/calls.py: so many that a reader can follow them. Those of the
     wrapper have budgets in tests/optimizer/test_calls.py."""
+    gc.unfreeze()
     gc.collect()  # sharded modules of other tests, for whose sake any module would be looked at
     calls = importlib.import_module("calls")
     forward, backward = calls.decoder_passes()
