@@ -11,7 +11,7 @@ import accumext
 
 
 @pytest.fixture
-def extremes(monkeypatch):
+def extremes(monkeypatch, only_objects_of_the_test):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import extremes
 
