@@ -1,11 +1,11 @@
 """The launchers of csrc/cuda and their kernels on the host: a library whose operators answer for
 tensors of the CPU.
 
-`simt.h` is CUDA's execution model, `runtime.cpp` CUDA's runtime and `torch.cpp` what torch has of a
-GPU; `host.h` comes before each launcher. The kernels are those that the host's compiler makes,
-under AddressSanitizer and UBSan, or under the race detector of races.h; or those that nvcc makes,
-under AddressSanitizer: see ptx. A program that uses the library runs in a Python of its own and
-imports `host_cuda.loaded` first. The tests in `checks` are such programs.
+`simt.h` and `simt.cpp` are CUDA's execution model, `runtime.cpp` CUDA's runtime and `torch.cpp`
+what torch has of a GPU; `host.h` comes before each launcher. The kernels are those that the host's
+compiler makes, under AddressSanitizer and UBSan, or under the race detector of races.h; or those
+that nvcc makes, under AddressSanitizer: see ptx. A program that uses the library runs in a Python
+of its own and imports `host_cuda.loaded` first. The tests in `checks` are such programs.
 """
 
 import os
@@ -24,26 +24,30 @@ from host_cuda import mutants
 
 FOLDER = Path(__file__).parent
 PLAIN_FLAGS = ["-std=c++20", "-O1", "-g1", "-ffp-contract=off", f"-I{FOLDER}"]
-SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+# Accesses by null pointers end the process anyhow.
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=null", "-fno-sanitize-recover=all"]
 # Its search for leaks needs ptrace, which containers may forbid.
 ENVIRONMENT = {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"}
 TIMEOUT_S = 590.0
 ARCH = os.environ.get("HOST_CUDA_ARCH")  # such as sm_90: the kernels are nvcc's, see ptx
-# Of kernels at their edges, which are nvcc's if there is one; by test_host_ptx those for sm_80 are
+# Of kernels at their edges, which are nvcc's if there is one; by test_host_ptx those for sm_90 are
 # the same.
-DEFAULT_ARCH = "sm_90"
+DEFAULT_ARCH = "sm_80"
 LIBRARY = "HOST_CUDA_LIBRARY"  # the variable that tells a program where the library is
 
 ASCENDING, DESCENDING, SHUFFLED = ORDERS = range(3)  # host_cuda::Order
 
-# The detector is told of calls of these, but not of what the compiler puts in their place.
+# The sanitizers and the detector know calls of these, but not what the compiler puts in their place
+# in code that is not instrumented.
 _WRAPPED = ("memcpy", "memset")
+_CALLED = [f"-fno-builtin-{function}" for function in _WRAPPED]
+_DETECTED = "-DHOST_CUDA_RACES"
 _DETECTOR = [
-    "-DHOST_CUDA_RACES",
+    _DETECTED,
     "-fsanitize=thread",
     "--param=tsan-instrument-func-entry-exit=0",
     "-fno-threadsafe-statics",  # their guards are atomic, of which the detector is not told
-    *(f"-fno-builtin-{function}" for function in _WRAPPED),
+    *_CALLED,
 ]
 
 
@@ -78,11 +82,14 @@ def build_library(folder: Path, *, races: bool = False) -> None:
                 own.append("-O0")  # their tests are over sooner than an optimising compiler
         elif source.name == "races.cpp":
             own = [*PLAIN_FLAGS, "-O2", "-fPIC"]
+        elif source.name == "simt.cpp":
+            own = [*PLAIN_FLAGS, "-O2", "-fPIC", *_CALLED, *([_DETECTED] if races else [])]
         target = str(folder / f"{source.stem}.o")
         run_compiler(*own, "-c", str(source), "-o", target)
         return target
 
-    sources = [*csrc.glob("cuda/**/*.cu"), FOLDER / "runtime.cpp", FOLDER / "torch.cpp"]
+    sources = [*csrc.glob("cuda/**/*.cu")]
+    sources += [FOLDER / f"{name}.cpp" for name in ("simt", "runtime", "torch")]
     if races:
         sources.append(FOLDER / "races.cpp")
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

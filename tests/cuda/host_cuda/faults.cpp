@@ -10,6 +10,7 @@
 #include "cuda/decoder/grid_barrier.cuh"
 #include "cuda/decoder/instructions.cuh"
 #include "runtime.cpp"
+#include "simt.cpp"
 
 namespace {
 

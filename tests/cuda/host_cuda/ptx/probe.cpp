@@ -1,5 +1,5 @@
 // Runs the kernel `probe` that is linked to this, a warp of it, on a number; prints what it leaves.
-#include "simt.h"
+#include "simt.cpp"
 
 extern "C" __global__ void probe(uint64_t*) {}
 
