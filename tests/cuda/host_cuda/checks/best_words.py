@@ -135,7 +135,8 @@ def test_samples_at_every_edge(levels, dtype):
     kept = itertools.cycle(itertools.product((7, 65, 10**6, 64, 300), (0.405, 1.0, 1e-9)))
     uniforms = torch.tensor([0.0, 0.4, LARGEST_UNIFORM], dtype=torch.float64)
     for columns, temperature in zip(COLUMN_EDGES, itertools.cycle((1.0, 1.5))):
-        for top_k, top_p in itertools.islice(kept, 4):
+        four = list(itertools.islice(kept, 4))
+        for top_k, top_p in four[:2] if levels == 3 else four[2:]:
             top_k = min(top_k, columns)
             if top_k == columns > 64 and top_p == 1:
                 continue  # another operator's

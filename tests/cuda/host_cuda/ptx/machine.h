@@ -97,20 +97,21 @@ inline char* static_shared() {
   return begin;
 }
 
+// Of each byte of static shared memory, where the variable ends of which it is; 0 if it is of none.
+inline u32* ends_in_shared() {
+  static u32* const ends = new u32[host_cuda::shared_memory().size()]();
+  return ends;
+}
+
 // A variable in static shared memory; what is read or written there has to be inside of one.
 struct Shared {
   template <size_t kSize>
-  explicit Shared(char (&memory)[kSize]) : begin(memory - static_shared()), end(begin + kSize) {
-    all().push_back(*this);
+  explicit Shared(char (&memory)[kSize]) : begin(memory - static_shared()) {
+    std::fill_n(ends_in_shared() + begin, kSize, static_cast<u32>(begin + kSize));
   }
   operator u64() const { return begin; }
 
-  static std::vector<Shared>& all() {
-    static std::vector<Shared> variables;
-    return variables;
-  }
-
-  u64 begin, end;
+  u64 begin;
 };
 
 inline u64 address(u64 in_register) { return in_register; }
@@ -121,24 +122,26 @@ u64 address(V* variable) {
 }
 
 // A host address of so many bytes of shared memory.
-inline u64 in_shared(u64 at, size_t size, const Site& site = Site::current()) {
+inline u64 in_shared(u64 at, size_t size) {
   if (at >= kDynamic) return address(Device::current().dynamic_shared()) + (at - kDynamic);
-  const auto holds = [&](const Shared& v) { return v.begin <= at && at + size <= v.end; };
-  if (std::ranges::none_of(Shared::all(), holds)) fail("an access beside shared memory", site);
+  static const u64 all = host_cuda::shared_memory().size();
+  if (at >= all || at + size > ends_in_shared()[at]) {
+    fail("an access beside shared memory", Site::current());
+  }
   return address(static_shared()) + at;
 }
 
 // What AddressSanitizer, which does not know this code, would see.
-inline void check_access(u64 at, size_t size, const Site& site) {
-  if (at % size != 0) fail("a misaligned access", site);
+inline void check_access(u64 at, size_t size) {
+  if (at % size != 0) fail("a misaligned access", Site::current());
   if (__asan_region_is_poisoned(reinterpret_cast<void*>(at), size) != nullptr) {
-    fail("an access beside memory", site);
+    fail("an access beside memory", Site::current());
   }
 }
 
 template <typename T, int kCount>
-auto ld(u64 at, const Site& site = Site::current()) {
-  check_access(at, kCount * sizeof(T), site);
+auto ld(u64 at) {
+  check_access(at, kCount * sizeof(T));
   std::array<T, kCount> memory;
   std::memcpy(&memory, reinterpret_cast<const void*>(at), sizeof(memory));
   if constexpr (kCount == 1) {
@@ -151,22 +154,22 @@ auto ld(u64 at, const Site& site = Site::current()) {
 }
 
 template <typename T, int kCount>
-auto ld_shared(u64 at, const Site& site = Site::current()) {
-  return ld<T, kCount>(in_shared(at, kCount * sizeof(T), site), site);
+auto ld_shared(u64 at) {
+  return ld<T, kCount>(in_shared(at, kCount * sizeof(T)));
 }
 
 template <typename T, int kCount>
 using Stored = std::conditional_t<kCount == 1, Bits<T>, std::array<Bits<T>, kCount>>;
 
 template <typename T, int kCount>
-void st(u64 at, Stored<T, kCount> all, const Site& site = Site::current()) {
-  check_access(at, sizeof(all), site);
+void st(u64 at, Stored<T, kCount> all) {
+  check_access(at, sizeof(all));
   std::memcpy(reinterpret_cast<void*>(at), &all, sizeof(all));
 }
 
 template <typename T, int kCount>
-void st_shared(u64 at, Stored<T, kCount> all, const Site& site = Site::current()) {
-  st<T, kCount>(in_shared(at, sizeof(all), site), all, site);
+void st_shared(u64 at, Stored<T, kCount> all) {
+  st<T, kCount>(in_shared(at, sizeof(all)), all);
 }
 
 // Generic addresses are those of the host, as are all but those of shared memory.
@@ -504,8 +507,8 @@ void red_add(u64 at, u64 x) {
 }
 
 template <typename T>
-u32 atom_shared_add(u64 at, u32 x, const Site& site = Site::current()) {
-  return atomicAdd(reinterpret_cast<unsigned*>(in_shared(at, sizeof(x), site)), x);
+u32 atom_shared_add(u64 at, u32 x) {
+  return atomicAdd(reinterpret_cast<unsigned*>(in_shared(at, sizeof(x))), x);
 }
 
 template <typename T>

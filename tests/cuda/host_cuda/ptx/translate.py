@@ -20,6 +20,9 @@ _SPECIAL = {
     "%laneid": "(threadIdx.x % 32)",
 }  # fmt: skip
 _NO_RESULT = re.compile(r"(st|bar|membar|fence|red|nanosleep|cp|trap|prefetch)\b")
+# Functions that know where they are called, or that are overloaded: those that meet others are told
+# apart by their places.
+_PLACED = re.compile(r"vote|shfl|mma|bar|nanosleep|trap|mov")
 # Of accesses: where but in shared memory an address is, what is cached, and how they are ordered
 # with those of other threads, of which one runs at a time.
 _FREE = re.compile(r"global|local|param|const|nc|c[gvs]|volatile|relaxed|acquire|release|gpu|weak")
@@ -40,7 +43,7 @@ _STATEMENT = re.compile(
 )
 
 
-def normalised(ptx: str) -> str:
+def _normalised(ptx: str) -> str:
     """What counts of a module, whatever its architecture."""
     ptx = re.sub(r"[ \t]+", " ", _COMMENT.sub("", ptx))
     return re.sub(r"\.target \w+", "", _WIDENED.sub(r"mov.b32 \1, {0,\2};", ptx))
@@ -48,19 +51,37 @@ def normalised(ptx: str) -> str:
 
 def translate(ptx: str) -> str:
     """The C++ of a module; ValueError for what is not understood."""
-    ptx = normalised(ptx)
+    ptx = _normalised(ptx)
     functions = list(_functions(ptx))
     lines = ['#include "ptx/machine.h"', "namespace {"]
     lines += _module_variables(ptx)
     lines += [f"void {name}({_parameters(names)});" for _, name, names, _ in functions]
+    code = []
     for kind, name, names, body in functions:
-        lines += [f"void {name}({_parameters(names)}) {{", *_body(body), "}"]
+        code += [f"void {name}({_parameters(names)}) {{", *_body(body), "}"]
         if kind == "entry":
             given = ", ".join(f"p[{i}]" for i in range(len(names)))
-            lines.append(
+            code.append(
                 f'const Kernel kernel_{name}("{name}", [](char** p) {{ {name}({given}); }});'
             )
-    return "\n".join([*lines, "}", ""])
+    return "\n".join([*lines, *_looked_up_once("\n".join(code)), "}", ""])
+
+
+def _looked_up_once(code: str) -> Iterator[str]:
+    """The code with a reference to each instance of a template before it: to find the instance
+    again at every call is a fifth of the time that it takes to compile."""
+    references: dict[str, str] = {}
+
+    def reference(match: re.Match[str]) -> str:
+        if _PLACED.match(match[1]):
+            return match[0]
+        name = "_".join([match[1], "of", *match[2].split(", ")])
+        references[name] = f"{match[1]}<{match[2]}>"
+        return f"{name}("
+
+    code = re.sub(r"\b(\w+)<([\w, ]+)>\(", reference, code)
+    yield from (f"constexpr auto& {name} = {whole};" for name, whole in references.items())
+    yield code
 
 
 def _functions(ptx: str) -> Iterator[tuple[str, str, list[str], str]]:
