@@ -3,9 +3,11 @@ is a declaration that nvcc is known to miscompile.
 
     python .ci/nvcc.py PTX [FOLDER]
 
-The PTX is left in the folder PTX, for tests/cuda/host_cuda/ptx. FOLDER is where oldest.py has
-unpacked the headers of the oldest torch, of which no newer symbol may be needed; those of the torch
-that is installed the tests of launchers meet. Kernels include no header of torch.
+One PTX is compiled for all architectures, that of the oldest: what nvcc makes for a newer one says
+the same, by tests/cuda/test_host_ptx.py, which runs nightly. It is left in the folder PTX, for
+tests/cuda/host_cuda/ptx. FOLDER is where oldest.py has unpacked the headers of the oldest torch, of
+which no newer symbol may be needed; those of the torch that is installed the tests of launchers
+meet. Kernels include no header of torch.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import torch
 
 from accumext.backends import _build
 
-ARCHS = ("80", "90")
+ARCHS = ("80", "90")  # the oldest first
 
 _CLASS = re.compile(r"\b(?:struct|class)\s+(\w+)[^;{}()]*\{")
 # Of a class T, not a reference to one nor in shared memory, where initialisers are not allowed.
@@ -79,15 +81,16 @@ def compile_source(nvcc: str, source: str, include: Path, target: Path) -> list[
     """The kernels of one file, whose PTX stays beside the target; an error stops the run."""
     command = [nvcc, *_build.nvcc_flags(), f"-I{_build.csrc()}", f"-I{include}", "-Xptxas=-v"]
     command += ["--expt-relaxed-constexpr", "-Xcompiler=-fPIC"]  # as torch's own builds have it
-    command += [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in ARCHS]
+    command.append("-Xcompiler=-O0")  # launchers only have to compile and to be linked
+    cubins = ",".join(f"sm_{arch}" for arch in ARCHS)
+    command.append(f"-gencode=arch=compute_{ARCHS[0]},code=[{cubins}]")
     with tempfile.TemporaryDirectory() as kept:
         command += ["-keep", f"-keep-dir={kept}", "-c", source, "-o", str(target)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             sys.exit(f"{source} does not compile with {include}:\n{done.stdout}{done.stderr}")
-        for arch in ARCHS:
-            ptx = Path(kept, f"{target.stem}.compute_{arch}.ptx")
-            shutil.move(ptx, target.with_name(f"{target.stem}_sm_{arch}.ptx"))
+        ptx = Path(kept, f"{target.stem}.ptx")
+        shutil.move(ptx, target.with_name(f"{target.stem}_sm_{ARCHS[0]}.ptx"))
     pattern = r"Compiling entry function '(\S+)' for 'sm_(\d+)'(.*?)Used (\d+) registers"
     found = re.findall(pattern, done.stdout + done.stderr, flags=re.DOTALL)
     spills = re.compile(r"(\d+) bytes spill (?:stores|loads)")  # also of functions that it calls

@@ -89,12 +89,13 @@ def test_the_operators_tests_pass(library, selection):
     assert code == 0, words
 
 
-@pytest.mark.parametrize("name", ["lists", "heads", "best_words", "beams", "windows", "backward"])
-def test_kernels_pass_at_every_edge(request, name):
+@pytest.mark.parametrize("names", ["lists", "heads", "best_words", "beams windows backward"])
+def test_kernels_pass_at_every_edge(request, names):
     of_nvcc = ptx.available()
     library = request.getfixturevalue("nvcc_library" if of_nvcc else "library")
     arch = ARCH or DEFAULT_ARCH if of_nvcc else None
-    code, words = outcome_of(library, f"{CHECKS}/{name}.py", arch=arch)
+    files = (f"{CHECKS}/{name}.py" for name in names.split())
+    code, words = outcome_of(library, *files, arch=arch)
     assert code == 0, words
 
 

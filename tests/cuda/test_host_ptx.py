@@ -2,12 +2,13 @@
 do is tested with the kernels that have them."""
 
 import os
+import shutil
 import subprocess
 
 import host_cuda
 import pytest
 from host_cuda import ptx
-from host_cuda.ptx.translate import normalised, translate
+from host_cuda.ptx.translate import translate
 
 pytestmark = pytest.mark.build  # compiles what has been translated
 
@@ -83,11 +84,13 @@ def test_an_instruction_that_is_not_known_is_an_error(tmp_path, capfd):
     assert "fns" in capfd.readouterr().err
 
 
-@pytest.mark.skipif(ptx.COMPILED not in os.environ, reason="nvcc has compiled no PTX before")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="no nvcc")
+@pytest.mark.skipif(ptx.COMPILED in os.environ, reason="PTX for one architecture alone is compiled")
 @pytest.mark.parametrize("source", ptx.SOURCES)
 def test_every_architecture_has_the_same_kernels(source, pytestconfig):
-    """So that what the tests say of one of them holds for the other."""
+    """So that what the tests say of one of them holds for the other; nightly. Modules may
+    differ in names of variables that no kernel uses."""
     cache = pytestconfig.cache.mkdir("ptx")
-    old, new = (normalised(ptx.assembly(source, arch, cache)) for arch in ("sm_80", "sm_90"))
-    assert ".entry" in old
+    old, new = (translate(ptx.assembly(source, arch, cache)) for arch in ("sm_80", "sm_90"))
+    assert "const Kernel" in old
     assert old == new
