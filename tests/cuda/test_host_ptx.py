@@ -44,7 +44,7 @@ MODULE = """
 """
 FAULTS = {
     "st.global.u32 [%d0+2], %r0;": "a misaligned access",
-    "mov.u64 %d1, few; ld.shared.u32 %r2, [%d1+8];": "an access beside shared memory",
+    "mov.u64 %d1, few; ld.shared.u32 %r2, [%d1+6];": "an access beside shared memory",
     "st.global.u64 [%d0+8], %r0;": "an access beside memory",
     "shfl.sync.down.b32 %r2|%p1, %r0, 1, 15, -1;": "a shuffle of a part of a warp",
     "vote.sync.all.pred %p1, 1, 3;": "a warp operation of some lanes only",
