@@ -356,3 +356,10 @@ void Device::run_thread() {
 }
 
 }  // namespace host_cuda
+
+unsigned __ballot_sync(unsigned mask, int predicate, host_cuda::Site site) {
+  const auto votes = host_cuda::Device::current().exchanged(mask, predicate != 0, site);
+  unsigned ballot = 0;
+  for (int lane = 0; lane < host_cuda::kWarpSize; ++lane) ballot |= unsigned{votes[lane]} << lane;
+  return ballot;
+}

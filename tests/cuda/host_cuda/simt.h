@@ -304,13 +304,8 @@ T __shfl_xor_sync(unsigned mask, T value, unsigned distance,
   return values[(threadIdx.x % host_cuda::kWarpSize) ^ distance];
 }
 
-inline unsigned __ballot_sync(unsigned mask, int predicate,
-                              host_cuda::Site site = host_cuda::Site::current()) {
-  const auto votes = host_cuda::Device::current().exchanged(mask, predicate != 0, site);
-  unsigned ballot = 0;
-  for (int lane = 0; lane < host_cuda::kWarpSize; ++lane) ballot |= unsigned{votes[lane]} << lane;
-  return ballot;
-}
+unsigned __ballot_sync(unsigned mask, int predicate,
+                       host_cuda::Site site = host_cuda::Site::current());
 
 inline int __all_sync(unsigned mask, int predicate,
                       host_cuda::Site site = host_cuda::Site::current()) {
