@@ -7,6 +7,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
+
 #include "cpu/simd/plain_headers.h"
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,amx-tile,amx-bf16,f16c,fma")
 #define ACCUMEXT_VECTOR_BYTES 64
@@ -126,6 +128,8 @@ template <bool kLower, bool kTwo>
 template <bool kLower, bool kTwo>
 [[gnu::always_inline]] inline void tile_block(const TileRows& upper, const TileRows& lower,
                                               const TileColumns& columns, const TileSums& sums) {
+  // What is read from memory was written before: the compiler does not know that tiles read it.
+  std::atomic_signal_fence(std::memory_order_seq_cst);
   begin_sums<kLower, kTwo>(sums);
   int64_t term = 0;
   for (; term + kTerms <= columns.depth; term += kTerms) {
