@@ -4,9 +4,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 from torch.utils import cpp_extension
 
@@ -41,15 +42,18 @@ def emulated_avx512(csrc: Path) -> Path:
 
 
 def compiled(
-    csrc: Path, folder: Path, flags: Sequence[str], others: Iterable[Path] = ()
-) -> dict[str, Path]:
-    """The objects of all CPU sources of `csrc`, and of others that include them, by their stems."""
+    csrc: Path, folder: Path, flags: Sequence[str], others: Iterable[Path] = (),
+    own: Mapping[str, Sequence[str]] = MappingProxyType({}),
+) -> dict[str, Path]:  # fmt: skip
+    """The objects of all CPU sources of `csrc`, and of others that include them, by their stems;
+    `own` are further flags of some stems."""
     includes = [f"-I{path}" for path in (csrc, *cpp_extension.include_paths())]
     sources = sorted(csrc.glob("cpu/**/*.cpp"), key=lambda path: -path.stem.startswith("kernels"))
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.stem}.o"
-        run([*compiler(), *flags, "-fPIC", *includes, "-c", str(source), "-o", str(target)])
+        also = own.get(source.stem, ())
+        run([*compiler(), *flags, *also, "-fPIC", *includes, "-c", str(source), "-o", str(target)])
         return target
 
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:

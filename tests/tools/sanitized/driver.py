@@ -52,7 +52,8 @@ def main() -> int:
     for operator in ("accumulate_", "total_norm", "scale_", "decode_steps", "rnn_backward"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"accumext::{operator}", "CPU")
     decoder()
-    return pytest.main(["-q", "-n0", "-p", "no:cacheprovider", *map(str, FILES)])
+    # -s, because captured output is lost where a fault ends the process.
+    return pytest.main(["-q", "-n0", "-s", "-p", "no:cacheprovider", *map(str, FILES)])
 
 
 if __name__ == "__main__":
