@@ -19,7 +19,8 @@ constexpr int64_t kMostPairedRows = 4 * kTile;
 constexpr int64_t kLeastPairedRows = 2 * kTile;
 constexpr int64_t kPieces = 4;  // of a thread
 
-// Panels of a piece for which it is worth its time to pack the rows again.
+// Panels of a group, at least, where threads have groups of their own: each thread packs the rows
+// again for its group.
 constexpr int64_t kOwnPanels = 8;
 
 // Bytes of panels that are packed at once, for all threads: half of a second cache. If all panels
