@@ -519,10 +519,8 @@ ON_A_GPU = {
 }
 IN_README = {
     "plain PyTorch at its best, AVX2": (PLAIN, AVX2_KEPT),
-    "plain PyTorch by default, AVX2": (PLAIN, (AVX2,)),
     f"{PRODUCTS}, AVX2": (PRODUCTS, AVX2_KEPT),
     "plain PyTorch at its best, AVX-512": (PLAIN, (AVX512_KEPT,)),
-    "plain PyTorch by default, AVX-512": (PLAIN, (AVX512,)),
     f"{PRODUCTS}, AVX-512": (PRODUCTS, (AVX512_KEPT,)),
 }
 AGAINST = {
