@@ -99,6 +99,8 @@ def tokens_from(model: Model, args: Arguments) -> Tokens:
         check_batch_dim(OP, state, batch, args["batch_dim"])
     if eos is not None and not 0 <= (eos := integer(OP, "eos", eos)) < words:
         fail_value(OP, "eos", f"be in [0, {words})", eos)
+    if eos is not None and targets is not None and eos == args["ignore_index"]:
+        _warn_of_ignored_end(eos)
     source = feedback_from(
         OP, args["feedback"], fed, start=args["start"], inputs=args["inputs"],
         teacher_forcing=args["teacher_forcing"], temperature=args["temperature"],
@@ -110,6 +112,16 @@ def tokens_from(model: Model, args: Arguments) -> Tokens:
     return Tokens(
         shape, size, batch, targets, counted, within_length, eos, source, waits, state, resets
     )
+
+
+def _warn_of_ignored_end(eos: int) -> None:
+    """Warn that the loss teaches no row to end. That may be meant, such as with rows that a trained
+    model ends, so it is no error."""
+    text = (
+        f"eos={eos} is ignore_index, too: no target {eos} has a loss, so to end is not learnt. Pad "
+        "targets with -100 behind their eos, or pass lengths, and leave ignore_index out"
+    )
+    warnings.warn(f"{OP}: {text}", stacklevel=users_level())
 
 
 def _check_renormalised(model: Model) -> None:

@@ -52,6 +52,7 @@ _ADVICE = (
     "Pass weights=, what each row counts: targets != ignore_index, class_weight[targets], or "
     "torch.ones(len(inputs)) if all count alike"
 )
+_SUMMED = "Pass reduction='sum' to chunked_loss, too, for the sum over the batch"
 
 
 class _Share(NamedTuple):
@@ -107,10 +108,10 @@ def chunked_loss(
             classes, `fn` uses a part of the graph of an earlier slice, such as a tensor that it
             computed once and kept.
         ValueError: a value or shape is wrong; not exactly one of `chunks` and `chunk_size` is
-            given; or `weights` are missing under "mean". They are needed if `fn` calls several
-            cross entropies that do not count all rows alike, or one that is no mean and ignores
-            targets; or if it calls none, and an integer tensor in `args` holds -100. Values on a
-            GPU are device asserts instead.
+            given; under "mean", `fn` returns a loss of torch with reduction="sum"; or `weights` are
+            missing under "mean". They are needed if `fn` calls several cross entropies that do not
+            count all rows alike, or one that is no mean and ignores targets; or if it calls none,
+            and an integer tensor in `args` holds -100. Values on a GPU are device asserts instead.
         TypeError: a type is wrong.
 
     Example:
@@ -187,8 +188,12 @@ class _CrossEntropies(TorchFunctionMode):
         self.divisors: list[Tensor] = []  # 0-dim
         self.left_out: list[Tensor] = []  # 0-dim bool: a cross entropy that is no mean ignores some
         self.may_be_nan = False  # whether a mean of no targets has NaN for gradients
+        self._summed: Tensor | None = None  # what a loss of torch with reduction="sum" returned
         with self:
-            return self.fn(*slices)
+            loss = self.fn(*slices)
+        if loss is self._summed:
+            fail_value(OP, "fn", "return a mean", "a loss with reduction='sum'", _SUMMED)
+        return loss
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -199,7 +204,10 @@ class _CrossEntropies(TorchFunctionMode):
         elif func is _LINEAR_CROSS_ENTROPY:
             self._take(*args[1:], **kwargs)
             self.may_be_nan = True
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if kwargs.get("reduction") == "sum":
+            self._summed = result
+        return result
 
     def _take(
         self, input: Tensor, target: Tensor, weight: Tensor | None = None,

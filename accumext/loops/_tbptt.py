@@ -261,11 +261,11 @@ class _Losses:
         try:
             loss = self.criterion(output, self.targets[t], *given)
         except (IndexError, RuntimeError, ValueError) as error:
-            shape = list(output.shape)
-            if self.masks or len(shape) != 3 or 1 not in shape[:2]:
+            advice = _as_logits(output, len(self.targets[t]))
+            if self.targets.is_floating_point() or advice is None:
                 raise
-            advice = "Return output[0]" if shape[0] == 1 else "Return output[:, 0]"
-            raise ValueError(message(OP, "step", "return logits [B, V]", shape, advice)) from error
+            got = list(output.shape) if output.is_floating_point() else type_name(output)
+            raise ValueError(message(OP, "step", "return logits [B, V]", got, advice)) from error
         loss = zero_dim_loss(OP, "criterion", loss)
         return loss if rows is None else torch.where(rows.any[t], loss, 0)
 
@@ -351,14 +351,36 @@ class _Steps:
             self.inputs.append(self.source.next(t + 1, self.outputs[t]))
 
 
+def _as_logits(output: Tensor, batch: int) -> str | None:
+    """Return what to type instead of a step's output that a criterion refused; None if unknown."""
+    shape = [*output.shape]
+    if not output.is_floating_point():
+        return "Return the scores of all words, not the word"
+    for wrong, right in (
+        (len(shape) == 3 and shape[:2] == [1, batch], "output[0]"),
+        (len(shape) == 3 and shape[:2] == [batch, 1], "output[:, 0]"),
+        (len(shape) == 3 and shape[::2] == [batch, 1], "output.squeeze(-1)"),
+        (len(shape) == 2 and shape[0] != batch == shape[1], "output.t()"),
+    ):
+        if wrong:
+            return f"Return {right}"
+    if len(shape) == 3 and batch in shape[:2]:
+        return "Return those of one step"
+    return None
+
+
 def _check_order(output: Any, state: State, new_state: State) -> None:
-    """Raise if a step returns (state, logits)."""
+    """Raise if a step returns (state, logits), or an LSTM's state as (h, c)."""
     swapped = not isinstance(output, Tensor)
     if not swapped and isinstance(state, Tensor) and isinstance(new_state, Tensor):
         swapped = output.shape == state.shape != new_state.shape
+    got, advice = f"({_shape(output)}, {_shape(new_state)})", "Return them in this order"
+    if not swapped and isinstance(state, tuple) and isinstance(new_state, Tensor):
+        swapped = len(parts := tensors(state)) > 1
+        swapped = swapped and all(p.shape == output.shape == new_state.shape for p in parts)
+        got, advice = f"{got}, the parts of the state", "Return logits, (h, c)"
     if swapped:
-        got = f"({_shape(output)}, {_shape(new_state)})"
-        fail_type(OP, "step", "return (logits, state)", got, "Return them in this order")
+        fail_type(OP, "step", "return (logits, state)", got, advice)
 
 
 def _shape(value: Any) -> str:
@@ -410,7 +432,8 @@ def _check(args: dict[str, Any]) -> tuple[Inputs, int, int, Tensor | None, Reset
     for name in ("step", "criterion", "backward"):
         function = args[name]
         if not callable(function):
-            fail_type(OP, name, "be callable", type_name(function))
+            advice = "Pass its method: opt.backward" if hasattr(function, "backward") else None
+            fail_type(OP, name, "be callable", type_name(function), advice)
         if isinstance(function, type) and issubclass(function, torch.nn.Module):
             name_of = function.__name__
             advice = f"Pass an instance, {name_of}()"

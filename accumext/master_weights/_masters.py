@@ -112,9 +112,15 @@ def masters(
     Source: Micikevicius et al., "Mixed Precision Training" (2018), 3.1.
     """
     op = "masters"
-    if isinstance(parameters, (Tensor, dict, str)) or not isinstance(parameters, Iterable):
+    module = isinstance(parameters, nn.Module)
+    if (
+        module
+        or isinstance(parameters, (Tensor, dict, str))
+        or not isinstance(parameters, Iterable)
+    ):
         contract = "be an iterable of parameters"
-        checks.fail_type(op, "parameters", contract, checks.type_name(parameters))
+        advice = "Pass model.parameters()" if module else None
+        checks.fail_type(op, "parameters", contract, checks.type_name(parameters), advice)
     checks.instance(op, "stochastic_rounding", stochastic_rounding, bool, "be a bool")
     try:
         place = None if device is None else torch.device(device)

@@ -170,9 +170,17 @@ def without_effect(
         fail_value(op, argument, f"{contract} unless {used_where}", repr(value))
 
 
+def where_the_loss_is(value: object) -> str | None:
+    """Return advice for a value that is no tensor, if it holds a loss or is the number of one."""
+    if isinstance(getattr(value, "loss", None), Tensor):
+        return "Take the loss that it holds: out.loss"
+    return "Leave out .item(), whose result has no graph" if isinstance(value, float) else None
+
+
 def zero_dim_loss(op: str, argument: str, loss: Any, advice: str | None = None) -> Tensor:
     """Return the loss that a user's function returned, of one element and any shape, as 0-dim."""
     if not isinstance(loss, Tensor):
+        advice = where_the_loss_is(loss) or advice
         fail_type(op, argument, "return a tensor", type_name(loss), advice)
     if loss.numel() != 1:
         advice = advice or "Take its mean() or sum()"

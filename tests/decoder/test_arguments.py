@@ -168,9 +168,13 @@ DOUBTFUL: list[tuple[dict[str, Any], str]] = [
     ({"cell": BATCH_FIRST, "targets": TARGETS[:3], "state": torch.zeros(1, B, H)},
      "targets [3, 3] are read as [T, B], though the cell has batch_first=True. "
      "Pass batch_first=True if they are [B, T], and set cell.batch_first = False if not"),
+    ({"eos": 2, "ignore_index": 2}, "eos=2 is ignore_index, too: no target 2 has a loss, so to end is not learnt. "
+     "Pad targets with -100 behind their eos, or pass lengths, and leave ignore_index out"),
 ]  # fmt: skip
 CLEAR: list[dict[str, Any]] = [
     {"k2": 2},
+    {"eos": 2, "ignore_index": 3},
+    {"eos": 2, "ignore_index": 2, "targets": None, "steps": 4, "start": TARGETS[0]},
     {"k1": 2, "k2": 3},
     {"cell": BATCH_FIRST, "state": torch.zeros(1, B, H)},
     {"cell": BATCH_FIRST, "lengths": torch.tensor([1, 2, 3])},

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -265,7 +266,7 @@ def test_ignored_targets_without_weights():
     )
 
     def fn(h: torch.Tensor, scale: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
-        return model.loss(h, t.long(), "sum")
+        return model.loss(h, t.long(), "sum") / len(t)
 
     def call(y: torch.Tensor, **how: Any) -> torch.Tensor:
         return accumext.chunked_loss(fn, model.trunk(x), x[:, 0], y, chunks=3, **how)
@@ -279,6 +280,40 @@ def test_ignored_targets_without_weights():
     call(y, reduction="sum")  # of which ignored targets are no part
     call(y, weights=torch.ones(10))
     call(y.clamp(min=0))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda z, y: F.cross_entropy(z, y, reduction="sum"),
+        nn.CrossEntropyLoss(ignore_index=0, label_smoothing=0.1, reduction="sum"),
+        lambda z, y: F.mse_loss(z, F.one_hot(y, z.shape[1]).to(z.dtype), reduction="sum"),
+    ],
+)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_sum_is_no_mean(loss, grad):
+    """Under "mean" an error that says what to pass; under "sum" the whole batch's loss."""
+    model, (x, _) = Model(), batch(8)
+    y = PADDED[0]
+    text = (
+        "chunked_loss: fn must return a mean, got a loss with reduction='sum'. Pass "
+        "reduction='sum' to chunked_loss, too, for the sum over the batch"
+    )
+
+    def call(by: int = 1, **how: Any) -> torch.Tensor:
+        def fn(h: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            value = loss(model.head(h), t)
+            return value if by == 1 else value / by
+
+        with torch.set_grad_enabled(grad):
+            return accumext.chunked_loss(fn, model.trunk(x), y, chunks=4, **how)
+
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        call()
+    whole = loss(model.head(model.trunk(x)), y)
+    torch.testing.assert_close(call(reduction="sum"), whole, rtol=EXACT, atol=0)
+    if getattr(loss, "ignore_index", -100) != 0:
+        torch.testing.assert_close(call(2), whole / 8, rtol=EXACT, atol=0)  # of equal slices
 
 
 def test_one_slice_of_the_graph_exists_at_a_time():
@@ -519,7 +554,9 @@ WRONG = [  # arguments beside a good call with 10 rows, error and words
      r"args\[0\] must have the 10 rows of inputs, got \[9\]"),
     ({"fn": torch.zeros(2)}, TypeError, "fn must be callable"),
     ({"fn": lambda h: h[0]}, ValueError, r"fn must return a 0-dim loss, got shape \[3\]"),
-    ({"fn": lambda h: 3.0}, TypeError, "fn must return a tensor, got float"),
+    ({"fn": lambda h: 3.0}, TypeError, "fn must return a tensor, got float. Leave out .item()"),
+    ({"fn": lambda h: SimpleNamespace(loss=h.sum())}, TypeError,
+     "fn must return a tensor, got SimpleNamespace. Take the loss that it holds: out.loss"),
     ({"weights": [1] * 10}, TypeError, f"{WEIGHTS}, got list"),
     ({"weights": torch.zeros(10).cfloat()}, TypeError, f"{WEIGHTS}, got a complex64 tensor"),
     ({"weights": torch.ones(())}, ValueError, r"weights must have the 10 rows of inputs, got \[\]"),

@@ -458,7 +458,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"step": lambda x, h: x}, TypeError, "step must return (output, state), got a float64 tensor"),
     ({"step": lambda x, h: ({1}, h), "loss": lambda x, t: torch.zeros(())}, TypeError, "output must nest tensors in tuples, lists, dicts and dataclasses, got set"),
     ({"feed": lambda x, t: {1}}, TypeError, "what feed returns must nest tensors in tuples, lists, dicts and dataclasses, got set"),
-    ({"loss": lambda x, t: 3.0}, TypeError, "loss must return a tensor, got float"),
+    ({"loss": lambda x, t: 3.0}, TypeError, "loss must return a tensor, got float. Leave out .item(), whose result has no graph"),
     ({"loss": lambda x, t: x}, ValueError, "loss must return a 0-dim loss, got shape [3, 4]. Take its mean() or sum()"),
 ]  # fmt: skip
 

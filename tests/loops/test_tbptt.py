@@ -49,7 +49,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"temperature": 2.0}, ValueError, "temperature must be left at 1.0 unless samples are drawn, got 2.0"),
     ({"criterion": lambda z, y: F.cross_entropy(z, y, reduction="none")}, ValueError,
      "criterion must return a 0-dim loss, got shape [3]. Take its mean() or sum()"),
-    ({"criterion": lambda z, y: 3.0}, TypeError, "criterion must return a tensor, got float"),
+    ({"criterion": lambda z, y: 3.0}, TypeError, "criterion must return a tensor, got float. Leave out .item(), whose result has no graph"),
 ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_wrong_arguments(change, kind, text):
 
 
 WHOLE, GRU, ZEROS = WholeModel(V, H), nn.GRU(H, H), torch.zeros(B, H)
-BATCH_FIRST = nn.GRU(H, H, batch_first=True)
+BATCH_FIRST, CELL = nn.GRU(H, H, batch_first=True), nn.LSTMCell(H, H)
 
 
 def one_step(token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,6 +79,21 @@ def one_step_batch_first(token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     return WHOLE.out(y), state
 
 
+def reshaped(change: Any) -> Any:
+    """A step whose logits have another shape, or are none."""
+
+    def step(token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        logits, state = WHOLE(token, state)
+        return change(logits), state
+
+    return step
+
+
+def lstm(token: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Its state, and no logits."""
+    return CELL(WHOLE.words(token), state)
+
+
 @pytest.mark.parametrize(
     ("change", "cure"),
     [
@@ -87,7 +102,18 @@ def one_step_batch_first(token: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         ({"step": lambda t, s: WHOLE(t, s)[0]}, "Return both: return logits, state"),
         ({"step": one_step, "state": ZEROS[None]}, "Return output[0]"),
         ({"step": one_step_batch_first, "state": ZEROS[None]}, "Return output[:, 0]"),
+        ({"step": reshaped(lambda y: y[..., None])}, "got [3, 7, 1]. Return output.squeeze(-1)"),
+        ({"step": reshaped(lambda y: y.t())}, "got [7, 3]. Return output.t()"),
+        ({"step": reshaped(lambda y: y.expand(T, B, V))}, "got [4, 3, 7]. Return those of one step"),
+        ({"step": reshaped(lambda y: y.argmax(1))}, "got an int64 tensor. Return the scores of all words, not the word"),
+        ({"step": reshaped(lambda y: y[..., None]), "targets": FEW[:, :1], "state": ZEROS[:1]}, "Return output.squeeze(-1)"),
+        ({"step": reshaped(lambda y: y[:, None]), "targets": FEW[:, :1], "state": ZEROS[:1]}, "Return output[0]"),
+        ({"step": reshaped(lambda y: y.expand(T, 1, V)), "targets": FEW[:, :1], "state": ZEROS[:1]}, "Return those of one step"),
+        ({"step": lstm, "state": (ZEROS, ZEROS)}, "got ([3, 5], [3, 5]), the parts of the state. Return logits, (h, c)"),
+        ({"step": lambda t, s: lstm(t, s)[::-1], "state": (ZEROS, ZEROS)}, "Return logits, (h, c)"),
+        ({"step": lambda t, s: (s, WHOLE(t, s[0])[0]), "state": (ZEROS, ZEROS)}, "got (tuple, [3, 7]). Return them in this order"),
         ({"step": lambda t, s: GRU(WHOLE.words(t), s), "state": ZEROS[None]}, "token[None], or token[:, None]"),
+        ({"backward": accumext.AccumulatingOptimizer(torch.optim.SGD(WHOLE.parameters()))}, "Pass its method: opt.backward"),
         ({"criterion": nn.CrossEntropyLoss}, "Pass an instance, CrossEntropyLoss()"),
         ({"criterion": nn.CrossEntropyLoss(reduction="none")}, "Take its mean() or sum()"),
     ],
@@ -97,6 +123,30 @@ def test_what_to_type_instead(change, cure):
     accumext.tbptt(**call)
     with pytest.raises((TypeError, ValueError), match=f"^tbptt: .*{re.escape(cure)}"):
         accumext.tbptt(**{**call, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        ({"targets": FEW + V}, IndexError),
+        ({"step": reshaped(lambda y: y[0])}, ValueError),
+        ({"criterion": lambda z, y: F.cross_entropy(z[None], y)}, ValueError),
+    ],
+)
+def test_errors_of_a_criterion_that_no_shape_explains_are_its_own(change, kind):
+    call = {"step": WHOLE, "targets": FEW, "state": ZEROS, "criterion": F.cross_entropy}
+    with pytest.raises(kind, match=r"^(?!tbptt)"):
+        accumext.tbptt(**{**call, **change})
+
+
+def test_a_criterion_may_take_outputs_of_any_shape():
+    """Not squeezed, or of several heads: where it raises no error, there is none."""
+    for change, criterion in (
+        (lambda y: y[:, None], lambda z, y: F.cross_entropy(z[:, 0], y)),
+        (lambda y: y[..., None].expand(B, V, 2), lambda z, y: F.cross_entropy(z[..., 0], y)),
+    ):
+        step = reshaped(change)
+        accumext.tbptt(step, FEW, ZEROS, criterion=criterion, feedback="teacher")
 
 
 @pytest.mark.parametrize("what", ["state", "context", "input"])

@@ -117,12 +117,15 @@ def wrap(parameters, masters=None):
 MUST = "AccumulatingOptimizer: masters must"
 HOLD = f"{MUST} hold every master that the optimizer steps on, got"
 OF = "masters: parameters"
+ITERABLE, PASS = f"{OF} must be an iterable of parameters, got", "Pass model.parameters()"
 REFUSED = [
     (lambda m, _: wrap(m), ValueError, f"{HOLD} None. Pass what"),
     (lambda m, _: wrap(m, m[1:]), ValueError, f"{HOLD} a"),
     (lambda m, half: wrap(half, m), ValueError, f"{MUST} be what the optimizer steps on, got mas"),
     (lambda m, _: wrap(m, m[0]), TypeError, f"{MUST} be what accumext.masters returned, or None"),
     (lambda _, half: accumext.masters(half[0]), TypeError, f"{OF} must be an"),
+    (lambda *_: accumext.masters(nn.Linear(1, 1)), TypeError, f"{ITERABLE} Linear. {PASS}"),
+    (lambda *_: accumext.masters(oracle.make_model()), TypeError, f"{ITERABLE} Sequential. {PASS}"),
     (lambda _, half: accumext.masters([half[0], 3]), TypeError, f"{OF}[1] must"),
     (lambda _, half: accumext.masters([half[0] * 2]), ValueError, f"{OF}[0] must be a leaf, got a"),
     (lambda *_: accumext.masters([], None, 1), TypeError, "masters: stochastic_rounding must be a"),
