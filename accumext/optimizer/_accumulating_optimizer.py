@@ -160,7 +160,12 @@ class AccumulatingOptimizer(OptimizerProxy):
             contract = "be a torch.optim.Optimizer that is not wrapped already"
             wrapped = isinstance(optimizer, Optimizer)
             advice = None if wrapped else "Pass one such as torch.optim.AdamW(model.parameters())"
-            checks.fail_type(OP, "optimizer", contract, checks.type_name(optimizer), advice)
+            got = checks.type_name(optimizer)
+            if isinstance(optimizer, type):
+                got = f"the class {optimizer.__name__}"
+                if issubclass(optimizer, Optimizer):
+                    advice = f"Make one: {optimizer.__name__}(model.parameters())"
+            checks.fail_type(OP, "optimizer", contract, got, advice)
         if not hasattr(optimizer, "param_groups"):
             advice = "Wrap the optimizer that it holds"
             got = checks.type_name(optimizer)
@@ -180,7 +185,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         )
         self.optimizer, target = optimizer, SteppedTensors(OP, optimizer, masters)
         policy, reducer = POLICIES[on_nonfinite], reducer_of(target.parameters())
-        self._engine = Engine(optimizer, settings, target, policy, reducer, Watch())
+        watch = Watch(target.parameters())
+        self._engine = Engine(optimizer, settings, target, policy, reducer, watch)
 
     def backward(
         self,

@@ -41,9 +41,16 @@ from accumext.optimizer._sums import (
     is_plain,
     move_out_of_grad,
 )  # fmt: skip
+from accumext.optimizer._warnings import warn_of_a_full_window
 from accumext.optimizer._window import OpenMicroBatch, Phase, Window
-from accumext.optimizer._wrong_loops import warn_of_a_full_window
-from accumext.tensors.checks import fail_type, fail_value, type_name
+from accumext.tensors.checks import (
+    dtype_name,
+    fail_type,
+    fail_value,
+    message,
+    type_name,
+    where_the_loss_is,
+)
 from accumext.tensors.kinds import HALF_DTYPES, versions
 from accumext.tensors.scalars import Scalar, divide, equals, on_device
 
@@ -51,19 +58,25 @@ _BACKWARD = f"{OP}.backward"
 # The default weight: this object, which needs no check. Not a literal, which modules may share.
 UNWEIGHTED: Final = float("1")
 _ONE: Scalar = 1.0
+_DETACHED = (
+    "Compute it from the parameters with gradients enabled. tbptt has run backward already: call "
+    "tbptt(..., backward=opt.backward) inside `with opt.micro_batch():`"
+)
 
 
 def check_loss_and_weight(loss: object, weight: object) -> Scalar:
     """Raise unless the loss has one element and a graph; return the checked weight."""
     op = _BACKWARD
     if not isinstance(loss, Tensor):
-        fail_type(op, "loss", "be a tensor", type_name(loss))
+        inner = getattr(loss, "loss", None)
+        detached = isinstance(inner, Tensor) and not inner.requires_grad
+        advice = _DETACHED if detached else where_the_loss_is(loss)
+        fail_type(op, "loss", "be a tensor", type_name(loss), advice)
     if loss.numel() != 1:
         advice = "Take its mean() or sum()"
         fail_value(op, "loss", "be 0-dim", f"shape {list(loss.shape)}", advice)
     if not loss.requires_grad:
-        advice = "Compute it from the parameters with gradients enabled"
-        fail_value(op, "loss", "have a graph", "a tensor without one", advice)
+        fail_value(op, "loss", "have a graph", "a tensor without one", _DETACHED)
     return weight if weight is UNWEIGHTED else check_weight(op, weight)
 
 
@@ -153,7 +166,7 @@ def run_backward(
     if call.create_graph and not stays:
         _refuse_graph()
     if engine.watch is not None:
-        engine.watch.see_loss(engine, loss)
+        engine.watch.see_loss(engine, loss, call.weight, call.retain_graph is True)
     first = inside is None or inside.weight is None  # pass of its micro-batch
     if first and window.ledger.micro_batches >= settings.window:
         warn_of_a_full_window(engine)
@@ -303,8 +316,11 @@ def _run_pass(
     if sending is not None or not window.autograd_adds:
         collecting = Collecting(engine, _BACKWARD, window, sending)
         return collecting.run(partial(call.run, engine), factor)
-    for parameter, main in zip(parameters, window.sums):
-        parameter.grad = main
+    try:
+        for parameter, main in zip(parameters, window.sums):
+            parameter.grad = main
+    except RuntimeError as error:  # torch's words are of an assignment that the user did not make
+        _explain_converted(parameter, main, error)
     call.run(engine, factor, _plain_grad)
     grads = list(map(grad_of, parameters))
     if window.norm is not None or not all(map(is_, grads, window.sums)):
@@ -312,6 +328,18 @@ def _run_pass(
     for parameter in parameters:
         parameter.grad = None
     return window
+
+
+def _explain_converted(parameter: Tensor, main: Tensor | None, error: RuntimeError) -> NoReturn:
+    """Raise for a parameter that was converted or moved since its sum was made."""
+    kept, now = (
+        "none" if t is None else f"{dtype_name(t.dtype)} {list(t.shape)} on {t.device}"
+        for t in (main, parameter)
+    )
+    contract = "keep its dtype, shape and device inside a window"
+    advice = "Convert or move the model between windows, after opt.flush() or opt.discard()"
+    text = message(_BACKWARD, "a parameter", contract, f"{now}, with a sum of {kept}", advice)
+    raise RuntimeError(text) from error
 
 
 def _apart(engine: Engine, call: BackwardPass, parameters: list[Tensor]) -> None:

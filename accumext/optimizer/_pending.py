@@ -29,8 +29,8 @@ from accumext.optimizer._other_passes import (
 from accumext.optimizer._proxy import takes
 from accumext.optimizer._scaler import OuterScale, refuse_unscaled
 from accumext.optimizer._sums import add_micro_batch, move_out_of_grad
+from accumext.optimizer._warnings import warn_of_a_full_window, warn_of_unscaled
 from accumext.optimizer._window import NO_WINDOW, Phase
-from accumext.optimizer._wrong_loops import warn_of_a_full_window, warn_of_unscaled
 from accumext.tensors.checks import message
 from accumext.tensors.scalars import Scalar
 from accumext.tensors.torch_private import not_compiled
@@ -112,6 +112,8 @@ def accumulate(engine: Engine, proxy: Optimizer, op: str, weight: Scalar | None)
     engine.reducer.begin(op, engine)
     if engine.state.micro_batches >= engine.settings.window:
         warn_of_a_full_window(engine)
+    if engine.watch is not None:
+        engine.watch.see_earlier(engine, passes=1)
     engine.forget_evidence()
     if made is not None and nothing:
         take_other_pass(op, engine, made, weight)

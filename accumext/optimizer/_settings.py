@@ -127,6 +127,9 @@ def check_weight(op: str, weight: object) -> Scalar:
             checks.fail_value(op, "weight", contract, f"shape {list(weight.shape)}")
         if weight.dtype == torch.bool or weight.is_complex():
             checks.fail_type(op, "weight", "be a real number", checks.type_name(weight))
+        if weight.requires_grad:  # most likely a loss
+            advice = "Pass weight.detach(), or a loss as opt.backward(loss)"
+            checks.fail_value(op, "weight", "be without a graph", "one with", advice)
         if not scalars.on_host(weight):
             return weight.detach().double()
         weight = weight.item()

@@ -37,9 +37,9 @@ from accumext.optimizer._scaler import (
     refuse_outer_scale,
     refuse_unscaled,
 )  # fmt: skip
+from accumext.optimizer._warnings import warn_of_another_step, warn_of_skip
 from accumext.optimizer._window import NO_WINDOW, Phase
 from accumext.optimizer._window_step import step_on_window
-from accumext.optimizer._wrong_loops import warn_of_another_step, warn_of_skip
 from accumext.tensors.kinds import versions
 from accumext.tensors.scalars import known_number
 from accumext.tensors.torch_private import record_function, set_grad_enabled
@@ -127,6 +127,8 @@ def flush(engine: Engine, proxy: Optimizer, op: str) -> None:
         if not engine.state.in_grad:
             part_from_others(op, engine, parameters)
             take_pending(engine, op, parameters, None, new=True)
+        if engine.watch is not None:
+            engine.watch.see_flush(engine)
         close_window(engine, proxy, op, parameters, {}, enabled, flushing=True)
 
 

@@ -1,4 +1,4 @@
-"""Warnings for loops that train wrongly without an error, each given once.
+"""A watch over loops that train wrongly without an error, with a warning for each, given once.
 
 A loop is wrong from its beginning, so checks that cost time are made in the first windows alone, by
 a `Watch`.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
@@ -22,101 +21,100 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from accumext.optimizer._accelerate import is_accelerated
-from accumext.optimizer._engine import Engine, others_of
-from accumext.optimizer._grads import grads_of, is_none
+from accumext.optimizer._engine import LEAVING, Engine, others_of
+from accumext.optimizer._grads import GONE, grads_of, is_none, present
 from accumext.optimizer._proxy import OptimizerProxy
-from accumext.optimizer._report import named
-from accumext.optimizer._settings import unlike_bare
+from accumext.optimizer._warnings import warn_of_release
+from accumext.optimizer._wrong_losses import are_counts, is_divided, summed_sizes
 from accumext.tensors import scalars
 from accumext.tensors.kinds import versions
-from accumext.tensors.torch_private import gradient_hooks, leaf_of, not_compiled, saved_factor
+from accumext.tensors.scalars import Scalar
+from accumext.tensors.torch_private import gradient_hooks, leaf_of, not_compiled
 
 _WINDOWS = 2  # how many windows are watched
 _LOOKED_AT = 8  # about how many parameters are read, to see whether all were written
 _CHANGED = "changed between two micro-batches of a window, by no step"
 _ROUNDING = 0.01  # tolerated in the logarithm of a factor
-_MEAN = 1  # the value that nodes of torch's losses save for `reduction="mean"`
-
-
-def warn_of_a_full_window(engine: Engine) -> None:
-    """Warn that a micro-batch was added to a full window, before which a step is missing."""
-    engine.warn_once(
-        "full",
-        f"one more micro-batch comes into a window of {engine.settings.window} that is full. Call "
-        "opt.step(), not that of the wrapped optimizer, after every micro-batch, and put several "
-        "backward passes that are one micro-batch into `with opt.micro_batch():`",
-    )
-
-
-def warn_of_unscaled(engine: Engine) -> None:
-    """Warn of a loss that did not come through `opt.backward`, which has scaled others."""
-    engine.warn_once(
-        "unscaled",
-        "a backward pass of your own left gradients, and they are divided by the loss scale. Call "
-        "opt.backward(loss) for every loss, or scaler.scale(loss).backward()",
-    )
-
-
-def warn_of_skip(engine: Engine, proxy: Optimizer) -> None:
-    """Warn of a skipped window, unless a loss scale above 1 may be the cause."""
-    last = engine.state.last
-    if last is None or "found_inf" in vars(proxy):
-        return
-    scale = float(last.loss_scale) if scalars.on_host(last.loss_scale) else math.inf
-    if scale > 1.0:
-        return
-    names = named(last.nonfinite)
-    where = f"the gradient of {names}" if names else f"its norm, with a loss scale of {scale:g}"
-    engine.warn_once(
-        "skip",
-        f"a window was skipped, for inf or NaN in {where}. This is said once; opt.last.skipped and "
-        "opt.last.nonfinite tell of every window, and on_nonfinite='raise' stops at the first",
-    )
-
-
-def warn_of_release(engine: Engine) -> None:
-    """Warn of parameter hooks that use up gradients while a backward pass runs."""
-    engine.warn_once(
-        "nothing",  # the topic of "found no gradient", for which this is the reason
-        "hooks of the parameters take gradients out of .grad in the backward pass, as an optimizer "
-        "does that steps there (gradient release, LOMO): it takes a step per backward pass, and "
-        "window, max_norm and scaler do nothing. Use it without the wrapper, or have it step in "
-        "opt.step()",
-    )
-
-
-def warn_of_another_step(engine: Engine, name: str) -> None:
-    """Warn of a wrapped optimizer's method that steps on `.grad` instead of the window."""
-    if ignored := " and ".join(unlike_bare(engine.settings)):
-        engine.warn_once(
-            "another step",
-            f"{name} steps at once on what is in .grad, without {ignored}. Call opt.step(), "
-            f"with a closure if the optimizer takes one; or leave {ignored} out",
-        )
 
 
 class Watch:
     """Watches the first windows of an optimizer, and then removes itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._windows = 0  # full windows so far
         self._divided = 0  # losses in a row that were divided by the window
+        self._summed: list[tuple[float, tuple[int, int]]] = []  # in a row: weight, `summed_sizes`
         self._without = 0  # calls of step in a row that found no gradient
+        self._alone = 0  # windows of one micro-batch in a row that `flush` has closed
+        self._since = 0  # backward passes since the last call of step, each a micro-batch
+        self._before_steps = set[int]()  # numbers of them, of all calls
         self._numbers: list[dict[str, float]] = []  # of each group, at the first call in a window
         self._held: _Held | None = None  # parameters at the last call of step, if it did not step
         self._factor: float | None = None  # by which the last gradients were changed before step
         self._passes: _Passes | None = None  # backward passes since the last call of step
+        # Gradients that are there already, and that no wrapper has left: references and versions.
+        leaves = [] if GONE or LEAVING else [p for p in parameters if p.is_leaf]
+        grads = present(grads_of(leaves))
+        self._earlier = list(zip(map(ref, grads), versions(grads)))
 
-    def see_loss(self, engine: Engine, loss: Tensor) -> None:
-        """Warn before a backward pass if the loss is divided by the window, as `step` does."""
+    def see_loss(self, engine: Engine, loss: Tensor, weight: Scalar, retains: bool) -> None:
+        """Warn before a backward pass if the loss is divided by the window, as `step` does, or is
+        the sum of what its weight counts, so that `step` divides too little."""
         window = engine.settings.window
-        whole = engine.state.micro_batch is None and engine.settings.reduction == "mean"
-        self._divided = self._divided + 1 if whole and _is_divided(loss, window) else 0
+        if window == 1:
+            return
+        self.see_earlier(engine, passes=0)
+        alone = engine.state.micro_batch is None
+        # Two losses of one graph are two micro-batches, as the documentation says.
+        self._since += window if retains else alone
+        whole = alone and engine.settings.reduction == "mean"
+        self._divided = self._divided + 1 if whole and is_divided(loss, window) else 0
         if self._divided == window:
             engine.warn_once(
                 "divided",
                 f"the loss was divided by {window}, and a window is the mean of its micro-batches "
                 "already. Pass the loss itself: opt.backward(loss)",
+            )
+        sizes = summed_sizes(loss) if whole else None
+        number = None if sizes is None else scalars.known_number(weight)
+        if sizes is None or number is None:
+            self._summed.clear()
+            return
+        self._summed.append((number, sizes))
+        if len(self._summed) == window and are_counts(*map(list, zip(*self._summed))):
+            engine.warn_once(
+                "summed",
+                "the loss is a sum, and its weight the number of its terms, so the gradient of the "
+                "window is that many times a mean. Pass the mean, opt.backward(loss / n, weight=n)",
+            )
+
+    def see_earlier(self, engine: Engine, passes: int) -> None:
+        """Warn if the first micro-batch has gradients that were there before the wrapper was made,
+        to which autograd has added `passes` times. So much adds up in the bare optimizer, too."""
+        before, self._earlier = self._earlier, []
+        if not before or engine.settings.window == 1:
+            return
+        grads = present(grads_of(engine.tensors.parameters()))
+        now = {id(grad): version for grad, version in zip(grads, versions(grads))}
+        known = [(now.get(id(grad())), version) for grad, version in before]
+        if any(new is not None and new - passes == old for new, old in known):
+            engine.warn_once(
+                "earlier",
+                "gradients that were in .grad before the optimizer was wrapped are part of its "
+                "first micro-batch. Call opt.zero_grad() first to leave them out",
+            )
+
+    def see_flush(self, engine: Engine) -> None:
+        """Warn before a flush that closes the window, if windows never fill."""
+        window = engine.settings.window
+        self._since = 0
+        self._alone = self._alone + 1 if engine.state.micro_batches == 1 else 0
+        if self._alone == window > 1:
+            engine.warn_once(
+                "flushed",
+                f"flush closed {window} windows in a row that held one micro-batch, so "
+                f"window={window} has no effect. Call opt.step() after every micro-batch, and "
+                "opt.flush() after the last of an epoch",
             )
 
     def see_backward(
@@ -134,6 +132,9 @@ class Watch:
         """Make the checks of a call of step; `scaled` if a GradScaler makes it."""
         window, size = engine.state.window, engine.settings.window
         self._see_gradients(engine, parameters)
+        self.see_earlier(engine, passes=1)
+        self._before_steps.add(self._since)
+        self._since = 0
         if size > 1:
             self._see_groups(engine, first=window.ledger.micro_batches + pending <= 1)
             self._see_writes(engine, parameters, stays=window.ledger.micro_batches + pending < size)
@@ -155,13 +156,28 @@ class Watch:
                     "every backward pass, not after every window; put several passes that are one "
                     "micro-batch into `with opt.micro_batch():`; and leave the clip to max_norm",
                 )
-        self._windows += window.ledger.micro_batches + pending >= size
+        if window.ledger.micro_batches + pending >= size:
+            self._windows, self._alone = self._windows + 1, 0
         if self._windows == _WINDOWS:
+            self._see_passes(engine)
             engine.watch = None
             return
         watches = size > 1 and pending and not engine.reducer.sharded
         goes_on = not self._windows or self._factor is not None  # two factors are compared
         self._passes = _Passes(parameters) if watches and goes_on else None
+
+    def _see_passes(self, engine: Engine) -> None:
+        """Warn if every call of step came after as many backward passes, each a micro-batch. One
+        call after all those of a window is right."""
+        window, counts = engine.settings.window, self._before_steps
+        if len(counts) == 1 and 1 < (count := max(counts)) < window and "full" not in engine.warned:
+            engine.warn_once(
+                "passes",
+                f"every call of step came after {count} calls of opt.backward, each of which is a "
+                f"micro-batch: window={window} is full after {window // count} calls of step. Put "
+                "passes that are one micro-batch into `with opt.micro_batch():`, or call step "
+                "after every pass",
+            )
 
     def _see_gradients(self, engine: Engine, parameters: Sequence[Tensor]) -> None:
         window, calls = engine.state.window, max(engine.settings.window, 2)
@@ -278,24 +294,6 @@ class _Held:
         if not now or any(old is None or old == new for old, new in zip(self._versions, now)):
             return False
         return all(bool(p.sum() != old) for p, old in zip(self._parameters, self._sums))
-
-
-def _is_divided(loss: Tensor, by: int) -> bool:
-    """Tell whether a loss is a mean cross-entropy divided by the window.
-
-    Such a division has hardly another meaning. Division by 2 does not count: half a loss is common.
-    Nor do other mean losses: a third of one may be the mean over three coordinates.
-    """
-    node: Any = loss.grad_fn
-    number = saved_factor(node) if by > 2 and node and node.name() == "DivBackward0" else None
-    if not scalars.on_device(number) or number.dim() or not scalars.on_host(number):
-        return False
-    inner = node.next_functions[0][0]
-    if inner is None or not inner.name().startswith("NllLoss") or inner._saved_reduction != _MEAN:
-        return False
-    with suppress(RuntimeError):  # a dispatch mode is on, in which the number cannot be read
-        return float(number) == by
-    return False
 
 
 class _Gradient(NamedTuple):

@@ -175,6 +175,12 @@ def leaves_since(first: int, roots: Iterable[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf is not None]
 
 
+def shape_into(node: Any) -> torch.Size:
+    """Return the shape of the first operand of a node, whose own node computed it."""
+    shape: torch.Size = node.next_functions[0][0]._input_metadata[node.next_functions[0][1]].shape
+    return shape
+
+
 def saved_factor(node: Any) -> object:
     """Return the second operand that a multiplication's node has saved; None if it has not."""
     return getattr(node, "_saved_other", None)

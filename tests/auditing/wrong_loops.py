@@ -110,6 +110,18 @@ def running_total_with_retain_graph(watch, model, optimizer):
             total.backward(retain_graph=True)
 
 
+@wrong("accumulation.counted_again", 2)
+def own_pass_before_the_wrappers(watch, model, optimizer):
+    """`loss.backward(retain_graph=True)` has stayed, and `opt.backward(loss)` adds to it."""
+    optimizer = AccumulatingOptimizer(optimizer, window=N)
+    with watch(model, optimizer):
+        for x, y in rows():
+            loss = of_rows(model, x, y)
+            loss.backward(retain_graph=True)
+            optimizer.backward(loss)
+            optimizer.step()
+
+
 # --- clips, loss scales and schedules -------------------------------------------------------------
 
 

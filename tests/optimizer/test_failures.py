@@ -101,6 +101,27 @@ def test_a_backward_pass_that_fails(dtype, policy, in_backward, held, fault, mon
     oracle.assert_close(oracle.parameters_of(model), expected, rounding)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_model_that_is_converted_inside_a_window(dtype, passes):
+    """The window is dropped, and the next one is of the converted model."""
+    model, batch = oracle.make_model(torch.float32), oracle.make_batches(1, dtype)[0]
+    opt = oracle.wrapped(model, window=2)
+    opt.backward(oracle.loss_of(model, batch.float()))
+    model.to(dtype)
+    text = (
+        f"{OP}.backward: a parameter must keep its dtype, shape and device inside a window, got "
+        f"{dtype_id(dtype)} [4, 3] on cpu, with a sum of float32 [4, 3] on cpu. Convert or move "
+        "the model between windows, after opt.flush() or opt.discard()"
+    )
+    with pytest.raises(RuntimeError, match=oracle.says(text)) as raised:
+        micro_batch(opt, [oracle.loss_of(model, batch) for _ in range(passes)])
+    assert DROPPED in oracle.said_by(raised.value)
+    assert all(p.grad is None for p in model.parameters())
+    oracle.run(opt, model, [batch, batch])
+    assert opt.stepped
+
+
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="Python has no notes")
 def test_the_exception_says_so_beside_a_note_of_the_users():
     parameter, opt = oracle.wrapped_zeros(2)

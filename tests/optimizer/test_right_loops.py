@@ -11,6 +11,7 @@ from support.optimizer_oracle import INF, loss_of, one_call
 from support.watched_loops import (
     RATES,
     Outer,
+    counted,
     entropy,
     inside_another,
     quotient,
@@ -23,6 +24,9 @@ from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.checkpoint import checkpoint
+
+import accumext
 
 
 class Accelerated(Outer):
@@ -148,9 +152,81 @@ def trunk_of_another(opt, model, x, number, scaler):
         p.add_(0.1)
 
 
-def flushed(opt, model, x, number, scaler):
+def flushed(opt, model, x, number, scaler, every=3, at=2):
+    """Epochs of 3 batches, the last of which, or the first, is alone in its window of two."""
     one_call(opt, loss_of(model, x))
-    opt.flush()
+    if number % every == at:
+        opt.flush()
+
+
+def two_losses_of_one_graph(opt, model, x, number, scaler):
+    """Two micro-batches, as the documentation says."""
+    out = model(x)
+    opt.backward(out.square().mean(), retain_graph=True)
+    opt.backward(out.abs().mean())
+    opt.step()
+
+
+def step_after_all_of_a_window(opt, model, x, number, scaler):
+    opt.backward(loss_of(model, x))
+    if number % opt.window == opt.window - 1:
+        opt.step()
+
+
+def sometimes_two(opt, model, x, number, scaler):
+    for _ in range(1 + (number == 0)):
+        opt.backward(loss_of(model, x))
+    opt.step()
+
+
+def by_turns(opt, model, x, number, scaler):
+    """A GAN's two optimizers, and an evaluation in between."""
+    generator = vars(opt).setdefault("_model", nn.Linear(3, 3).double())
+    other = vars(opt).setdefault("_other", oracle.wrapped(generator, window=4))
+    opt.backward(loss_of(model, generator(x).detach()))
+    opt.step()
+    with torch.no_grad():
+        loss_of(model, x)
+    other.backward(loss_of(model, generator(x)))
+    other.step()
+
+
+def weighted_sum(opt, model, x, number, scaler, rows, weight, more):
+    """By something else than its rows."""
+    loss = entropy(model, x[:rows], reduction="sum")
+    opt.backward(loss, weight=weight + more * number)
+    opt.step()
+
+
+def checkpointed(opt, model, x, number, scaler):
+    opt.backward(checkpoint(entropy, model, x, use_reentrant=False, reduction="sum"), weight=2.0)
+    opt.step()
+
+
+def token_by_token(opt, model, x, number, scaler):
+    with opt.micro_batch():
+        accumext.tbptt(
+            lambda token, state: (model(token), state),
+            x[:, None].expand(-1, 2, -1)[..., :2],
+            torch.zeros(2, 1),
+            inputs=x[:, None].expand(-1, 2, -1),
+            criterion=functional.mse_loss,
+            feedback="teacher",
+            backward=opt.backward,
+        )
+    opt.step()
+
+
+def resumed(opt, model, x, number, scaler):
+    """A checkpoint of the open window is loaded into a new wrapper, which goes on."""
+    now = vars(opt).get("_now", opt)
+    one_call(now, loss_of(model, x))
+    saved = now.accumulation_state_dict()
+    opt._now = oracle.wrapped(model, window=opt.window)
+    opt._now.load_state_dict(now.state_dict())
+    opt._now.load_accumulation_state_dict(saved)
+    now.discard()
+    opt._now._engine.update(saved=opt._now._engine.state.micro_batches)
 
 
 def renormed(opt, model, x, number, scaler):
@@ -200,6 +276,7 @@ RIGHT = {
 }
 
 
+FOUR = {"window": 4}
 WITH_OPTIONS = {  # what is right for the optimizer that it is made with
     **{
         f"{name} over a window of {size}": (quotient(partial(of, by=size)), {"window": size})
@@ -215,6 +292,28 @@ WITH_OPTIONS = {  # what is right for the optimizer that it is made with
             "another number": lambda model, x, by: entropy(model, x) / (by + 1),
             "a tensor": lambda model, x, by: entropy(model, x) / torch.tensor([by]),
         }.items()
+    },
+    **{
+        use.__name__: (use, FOUR)
+        for use in (two_losses_of_one_graph, step_after_all_of_a_window, sometimes_two, by_turns)
+    },
+    **{use.__name__: (use, FOUR) for use in (in_two_parts, checkpointed, token_by_token, resumed)},
+    "a flush after every two of four": (partial(flushed, every=2, at=1), FOUR),
+    "a flush after the first of three": (partial(flushed, at=0), {}),
+    "means of what their weights count": (partial(counted, ignored=1), FOUR),
+    "sums of what their weights count": (
+        partial(counted, reduction="sum"),
+        {**FOUR, "reduction": "sum"},
+    ),
+    **{
+        f"a sum of {rows} that counts {weight}, and {more} more each time": (
+            partial(weighted_sum, rows=rows, weight=weight, more=more),
+            FOUR,
+        )
+        for rows, weight, more in (
+            *((5, weight, 0) for weight in (0.5, 1.0, 2.0, 6.0)),
+            *((5, 6.0, 1), (5, 1.5, 1), (5, 0.0, 1), (1, 1.0, 0)),
+        )
     },
     "halves of losses that are summed": (
         quotient(lambda model, x: loss_of(model, x) / 2),

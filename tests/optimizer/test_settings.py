@@ -1,10 +1,14 @@
 """Settings, arguments and calls that are refused, and in which words; nothing changes."""
 
+import re
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.optimizer_oracle import INF, NAN, OP, make_model, says, sgd, wrapped, wrapped_zeros
 from torch import nn
 
+import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 POLICIES = "one of 'skip_window', 'skip_micro_batch', 'raise', 'step'"
@@ -124,6 +128,14 @@ def test_constructor_wants_an_unwrapped_optimizer(wrong):
     assert is_one != str(raised.value).endswith("such as torch.optim.AdamW(model.parameters())")
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, nn.Linear])
+def test_a_class_is_to_be_made_first(kind):
+    got = f"not wrapped already, got the class {kind.__name__}. "
+    cure = "Make one: AdamW(model.parameters())" if kind is torch.optim.AdamW else "Pass one such"
+    with pytest.raises(TypeError, match=re.escape(got + cure)):
+        AccumulatingOptimizer(kind)
+
+
 class HoldsBack(nn.Module):
     """A wrapper of somebody's."""
 
@@ -131,6 +143,7 @@ class HoldsBack(nn.Module):
         raise AssertionError
 
 
+OF_A_LOSS = "without a graph, got one with. Pass weight.detach(), or a loss as opt.backward(loss)"
 LOAD = "load_accumulation_state_dict"
 WEIGHTS = [
     (-1.0, ValueError, "at least 0, got -1.0"),
@@ -142,6 +155,7 @@ WEIGHTS = [
     (torch.tensor(INF), ValueError, "finite, got inf"),
     (torch.ones(2), ValueError, "a number or a 0-dim tensor, got shape [2]"),
     (torch.tensor(True), TypeError, "a real number, got a bool tensor"),
+    (torch.ones((), requires_grad=True) * 1, ValueError, OF_A_LOSS),
 ]
 SAVED = [  # entries of a saved window
     ("micro_batches", -1, ValueError, "an int"),
@@ -161,10 +175,31 @@ MAINS = [  # of a parameter
     (0, torch.zeros(1, dtype=torch.int64), TypeError, "be a torch.float64 tensor, got an int64"),
     (0, 1.0, TypeError, "be a tensor, got float"),
 ]
+HOLDS = SimpleNamespace(loss=torch.ones((), requires_grad=True))
+DETACHED = accumext.tbptt(
+    lambda token, state: (state, state + 0),
+    torch.zeros(1, 3),
+    torch.zeros(3, requires_grad=True),
+    criterion=nn.functional.mse_loss,
+    feedback="teacher",
+)
+A_TENSOR, A_GRAPH = "loss must be a tensor, got ", "loss must have a graph, got "
+OF_TBPTT = (
+    "Compute it from the parameters with gradients enabled. tbptt has run backward already: call "
+    "tbptt(..., backward=opt.backward) inside `with opt.micro_batch():`"
+)
 CALLS = [
-    ("backward", 1.0, TypeError, "loss must be a tensor, got float"),
+    ("backward", 1.0, TypeError, "loss must be a tensor, got float. Leave out .item()"),
+    (
+        "backward",
+        HOLDS,
+        TypeError,
+        f"{A_TENSOR}SimpleNamespace. Take the loss that it holds: out.l",
+    ),
+    ("backward", DETACHED, TypeError, f"{A_TENSOR}TBPTTResult. {OF_TBPTT}"),
+    ("backward", (1, 2), TypeError, f"{A_TENSOR}tuple"),
     ("backward", torch.ones(2, requires_grad=True), ValueError, "loss must be 0-dim, got"),
-    ("backward", torch.tensor(1.0), ValueError, "loss must have a graph, got a tensor without"),
+    ("backward", DETACHED.loss, ValueError, f"{A_GRAPH}a tensor without one. {OF_TBPTT}"),
     ("accumulate", 2.0, RuntimeError, ".grad must hold new gradients, got none"),
     ("main_grad", torch.ones(4, 3), ValueError, "parameter must be a parameter of this"),
     ("micro_batch", 3, TypeError, "model must be a torch.nn.Module or None, got int"),

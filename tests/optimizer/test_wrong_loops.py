@@ -12,6 +12,7 @@ from support.optimizer_oracle import NAN, OP, loss_of, one_call
 from support.recorded_warnings import warnings_as
 from support.watched_loops import (
     RATES,
+    counted,
     entropy,
     inside_another,
     quotient,
@@ -62,6 +63,22 @@ def token_by_token(opt, model, x, number, scaler):
     for row in x:
         opt.backward(loss_of(model, row))
     opt.step()
+
+
+def several_passes(opt, model, x, number, scaler, count):
+    """Of one micro-batch, which nobody says."""
+    for part in x.chunk(count):
+        opt.backward(loss_of(model, part))
+    opt.step()
+
+
+def pixels_of(logits, targets, **options):
+    return functional.cross_entropy(logits[:, :, None], targets.long()[:, :1], **options)
+
+
+def flushed_after_every_one(opt, model, x, number, scaler):
+    opt.backward(loss_of(model, x))
+    opt.flush()
 
 
 def accumulated_alone(opt, model, x, number, scaler):
@@ -151,6 +168,33 @@ WRONG = {
     "a clip of the window": (clip_of_the_window, {}, "pass max_norm to the optimizer"),
     "a quotient": (quotient(lambda model, x: entropy(model, x) / 4), {}, "Pass the loss itself"),
     "one of pixels": (quotient(lambda m, x: entropy_2d(m, x) / 4), {}, "Pass the loss itself"),
+    "two passes": (
+        partial(several_passes, count=2),
+        {},
+        "every call of step came after 2 calls of opt.backward",
+    ),
+    "three passes": (partial(several_passes, count=3), {}, "comes into a window of 4 that is full"),
+    **{
+        f"a sum of what its weight counts, {name}": (
+            partial(counted, reduction="sum", **options),
+            {},
+            "Pass the mean, opt.backward(loss / n, weight=n)",
+        )
+        for name, options in {
+            "rows": {},
+            "but for ignored ones": {"ignored": 1},
+            "pixels": {"loss": pixels_of},
+            "squares": {"loss": functional.mse_loss},
+        }.items()
+    },
+    **{
+        f"a flush after every one of {size}": (
+            flushed_after_every_one,
+            {"window": size},
+            f"flush closed {size} windows in a row that held one micro-batch",
+        )
+        for size in (2, 4)
+    },
     "a clip after a scaler": (unscaled_and_clipped, {}, "clips one micro-batch, not the window"),
     "a clip after it, windows of 2": (unscaled_and_clipped, {"window": 2}, "Leave it to max_norm"),
     **{
@@ -291,6 +335,63 @@ def test_a_wrapper_of_each_parameter_may_step_in_a_hook():
         parameter.register_post_accumulate_grad_hook(step)
     assert warnings_of(lambda: [loss_of(model, batch).backward() for batch in batches]) == []
     oracle.assert_close(oracle.parameters_of(model), oracle.train_by_hand(oracle.sgd, batches, 3))
+
+
+# Gradients from before the wrapper
+
+
+def by_pass_and_accumulate(opt, loss):
+    loss.backward()
+    opt.accumulate()
+
+
+def inside_a_micro_batch(opt, loss):
+    with opt.micro_batch():
+        opt.backward(loss)
+
+
+def after_zeros(opt, loss):
+    opt.zero_grad(set_to_none=False)
+    oracle.own_backward(opt, loss)
+
+
+def after_zeros_of_the_models(opt, loss):
+    for group in opt.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.zero_()
+    oracle.own_backward(opt, loss)
+
+
+def after_none(opt, loss):
+    opt.zero_grad()
+    one_call(opt, loss)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(
+    "loop",
+    [
+        *(one_call, oracle.own_backward, by_pass_and_accumulate, inside_a_micro_batch),
+        *(after_zeros, after_zeros_of_the_models, after_none),
+    ],
+)
+def test_gradients_from_before_the_wrapper_are_told_if_they_are_used(loop, window):
+    """Not with a window of one, which uses them as the bare optimizer does."""
+    model, batch = oracle.make_model(), oracle.make_batches(1)[0]
+    loss_of(model, batch).backward()
+    opt = oracle.wrapped(model, window=window)
+    said = warnings_of(lambda: loop(opt, loss_of(model, batch)))
+    assert len(said) == (window > 1 and not loop.__name__.startswith("after"))
+    assert all("before the optimizer was wrapped are part of" in str(w.message) for w in said)
+    opt.discard()
+
+
+def test_gradients_that_a_wrapper_has_left_are_no_ones_from_before():
+    model, batch = oracle.make_model(), oracle.make_batches(1)[0]
+    one_call(oracle.wrapped(model), loss_of(model, batch))
+    opt = oracle.wrapped(model, window=2)
+    assert warnings_of(lambda: oracle.own_backward(opt, loss_of(model, batch))) == []
+    opt.discard()
 
 
 # Losses that do not reach the parameters

@@ -64,6 +64,16 @@ def unscaled_and_clipped(opt, model, x, number, scaler, max_norm=1e-3):
     opt.zero_grad()
 
 
+def counted(opt, model, x, number, scaler, loss=functional.cross_entropy, ignored=0, **options):
+    """A loss whose weight is the number of targets that are not ignored, as many from batch on."""
+    logits, some = model(x), ignored and number % 2
+    targets = torch.zeros(len(x), dtype=torch.long)
+    targets[:some] = -100
+    targets = targets if loss is functional.cross_entropy else torch.ones_like(logits)
+    opt.backward(loss(logits, targets, **options), weight=len(x) - some)
+    opt.step()
+
+
 def quotient(of):
     return lambda opt, model, x, *_: one_call(opt, of(model, x))
 

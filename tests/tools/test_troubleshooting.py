@@ -107,6 +107,24 @@ def step_of_a_loop_that_counts(page: SimpleNamespace) -> None:
     opt.discard()
 
 
+def two_passes_before_each_step(page: SimpleNamespace) -> None:
+    opt = accumext.AccumulatingOptimizer(page.optimizer, window=4)
+    for first, second in zip(losses(page), losses(page)):
+        opt.backward(first)
+        opt.backward(second)
+        opt.step()
+    opt.discard()
+
+
+def backward_of_what_has_run(page: SimpleNamespace) -> None:
+    def step(token: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = page.cell(page.embedding(token), hidden)
+        return page.head(hidden), hidden
+
+    result = accumext.tbptt(step, page.targets, page.hidden, criterion=F.cross_entropy)
+    accumext.AccumulatingOptimizer(page.optimizer).backward(result.loss)
+
+
 def end_inside_a_window(page: SimpleNamespace) -> None:
     opt = accumext.AccumulatingOptimizer(page.optimizer, window=4)
     opt.backward(next(losses(page)))
@@ -139,6 +157,8 @@ FAULTS = [
     ("RuntimeError: one of the variables", state_written_in_place),
     ("Detected call", schedule_before_optimizer),
     ("window=4 counts", step_of_a_loop_that_counts),
+    ("every call of step", two_passes_before_each_step),
+    ("loss must have a graph", backward_of_what_has_run),
     ("ended with micro-batches", end_inside_a_window),
     ("the window's sum", sum_beyond_float32),
     ("put AccumulatingOptimizer", decay_of_every_micro_batch),
@@ -156,7 +176,7 @@ def test_the_message_is_that_of_the_heading(start, fault):
     with warnings_as("always") as said:
         try:
             fault(SimpleNamespace(**names_before(PAGE)))
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, ValueError, AssertionError) as error:
             words.append(str(error))
         gc.collect()
     words += [str(one.message) for one in said]
@@ -183,6 +203,7 @@ TRAINING = [
     ("Detected call", 0, 1, None, False),  # the rate of the second window is 0
     ("NaN after some steps", 1, 2, None, True),
     ("window=4 counts", 0, 1, None, False),
+    ("every call of step", 0, 2, None, False),
     ("ended with micro-batches", 0, 2, None, False),
     ("put AccumulatingOptimizer", 0, 2, None, False),  # the decay begins at 0
 ]
