@@ -31,6 +31,7 @@ from accumext.tensors.checks import (
     type_name,
     zero_dim_loss,
 )
+from accumext.tensors.kinds import versions
 from accumext.tensors.scalars import Scalar
 from accumext.tensors.torch_private import (
     assert_on_device,
@@ -188,10 +189,12 @@ class _CrossEntropies(TorchFunctionMode):
         self.divisors: list[Tensor] = []  # 0-dim
         self.left_out: list[Tensor] = []  # 0-dim bool: a cross entropy that is no mean ignores some
         self.may_be_nan = False  # whether a mean of no targets has NaN for gradients
-        self._summed: Tensor | None = None  # what a loss of torch with reduction="sum" returned
+        # What the last loss of torch with reduction="sum" returned, and its version.
+        self._summed: tuple[Tensor, int | None] | None = None
         with self:
             loss = self.fn(*slices)
-        if loss is self._summed:
+        summed, self._summed = self._summed, None  # whose graph may be freed
+        if summed is not None and loss is summed[0] and versions([loss]) == [summed[1]]:
             fail_value(OP, "fn", "return a mean", "a loss with reduction='sum'", _SUMMED)
         return loss
 
@@ -206,7 +209,7 @@ class _CrossEntropies(TorchFunctionMode):
             self.may_be_nan = True
         result = func(*args, **kwargs)
         if kwargs.get("reduction") == "sum":
-            self._summed = result
+            self._summed = result, versions([result])[0]
         return result
 
     def _take(

@@ -108,6 +108,7 @@ class Watch:
         """Warn before a flush that closes the window, if windows never fill."""
         window = engine.settings.window
         self._since = 0
+        self._summed.clear()  # windows that never fill are watched for ever
         self._alone = self._alone + 1 if engine.state.micro_batches == 1 else 0
         if self._alone == window > 1:
             engine.warn_once(

@@ -303,7 +303,9 @@ def test_a_sum_is_no_mean(loss, grad):
     def call(by: int = 1, **how: Any) -> torch.Tensor:
         def fn(h: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
             value = loss(model.head(h), t)
-            return value if by == 1 else value / by
+            if by > 1:
+                value /= by  # in place, and no sum any more
+            return value
 
         with torch.set_grad_enabled(grad):
             return accumext.chunked_loss(fn, model.trunk(x), y, chunks=4, **how)
@@ -555,6 +557,7 @@ WRONG = [  # arguments beside a good call with 10 rows, error and words
     ({"fn": torch.zeros(2)}, TypeError, "fn must be callable"),
     ({"fn": lambda h: h[0]}, ValueError, r"fn must return a 0-dim loss, got shape \[3\]"),
     ({"fn": lambda h: 3.0}, TypeError, "fn must return a tensor, got float. Leave out .item()"),
+    ({"fn": lambda h: None}, TypeError, "fn must return a tensor, got NoneType. Pass one such"),
     ({"fn": lambda h: SimpleNamespace(loss=h.sum())}, TypeError,
      "fn must return a tensor, got SimpleNamespace. Take the loss that it holds: out.loss"),
     ({"weights": [1] * 10}, TypeError, f"{WEIGHTS}, got list"),

@@ -330,7 +330,10 @@ WITH_OPTIONS = {  # what is right for the optimizer that it is made with
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("name", [*RIGHT, *WITH_OPTIONS])
-def test_a_right_loop_is_told_nothing(name):
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [*((name, n) for name in RIGHT for n in (2, 4)), *((n, 2) for n in WITH_OPTIONS)],
+)
+def test_a_right_loop_is_told_nothing(name, window):
     body, options = WITH_OPTIONS.get(name) or (RIGHT[name], {})
-    assert warnings_of(lambda: train(body, **{"window": 2, **options})) == []
+    assert warnings_of(lambda: train(body, **{"window": window, **options})) == []
