@@ -122,6 +122,24 @@ def test_a_model_that_is_converted_inside_a_window(dtype, passes):
     assert opt.stepped
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=dtype_id)
+@pytest.mark.parametrize("passes", [0, 1])
+def test_a_model_that_is_converted_before_a_pass_of_ones_own_or_a_flush(dtype, passes):
+    model, plain = (oracle.make_model(torch.float32) for _ in range(2))
+    batch = oracle.make_batches(1, torch.float32)[0]
+    opt = oracle.wrapped(model, window=3, reduction="sum")
+    opt.backward(oracle.loss_of(model, batch))
+    oracle.loss_of(plain, batch).backward()
+    for each in (model, plain):
+        each.to(dtype)  # with the gradients in `.grad`, which are those of `plain` alone
+        for _ in range(passes):
+            oracle.loss_of(each, batch.to(dtype)).backward()
+    opt.flush()
+    oracle.sgd(plain.parameters()).step()
+    rounding = torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
+    oracle.assert_close(oracle.parameters_of(model), oracle.parameters_of(plain), 2 * rounding)
+
+
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="Python has no notes")
 def test_the_exception_says_so_beside_a_note_of_the_users():
     parameter, opt = oracle.wrapped_zeros(2)
