@@ -215,9 +215,9 @@ class AccumulatingOptimizer(OptimizerProxy):
         Raises:
             TypeError: `loss` is not a tensor, `weight` neither a number nor a tensor, or an option
                 is of the wrong type.
-            ValueError: `loss` has several elements or no graph, `weight` is negative or not finite,
-                `inputs` are empty or require no gradient, or `create_graph` is True although
-                gradients leave `.grad`.
+            ValueError: `loss` has several elements or no graph, `weight` is negative, not finite or
+                has a graph, `inputs` are empty or require no gradient, or `create_graph` is True
+                although gradients leave `.grad`.
             RuntimeError: with `on_nonfinite="raise"`, a gradient is not finite.
 
         Example:
@@ -247,7 +247,7 @@ class AccumulatingOptimizer(OptimizerProxy):
 
         Raises:
             TypeError: `weight` is neither a number nor a tensor.
-            ValueError: `weight` is negative or not finite.
+            ValueError: `weight` is negative or not finite, or has a graph.
             RuntimeError: `.grad` is empty, or holds only used gradients; the scaler has not scaled
                 any loss yet; this is inside `micro_batch()`, or shards synchronize once per window;
                 other optimizers have run several backward passes; or, with

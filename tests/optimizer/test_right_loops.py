@@ -198,6 +198,16 @@ def weighted_sum(opt, model, x, number, scaler, rows, weight, more):
     opt.step()
 
 
+def without_synchronisation(opt, model, x, number, scaler):
+    """Two passes of one micro-batch, which DDP leaves to the wrapper."""
+    ddp = vars(opt).get("_ddp") or DistributedDataParallel(model)
+    opt._ddp = ddp
+    with opt.micro_batch(ddp):
+        for part in (x[:2], x[2:]):
+            opt.backward(loss_of(ddp, part) / 2)
+    opt.step()
+
+
 def checkpointed(opt, model, x, number, scaler):
     opt.backward(checkpoint(entropy, model, x, use_reentrant=False, reduction="sum"), weight=2.0)
     opt.step()
@@ -226,7 +236,6 @@ def resumed(opt, model, x, number, scaler):
     opt._now.load_state_dict(now.state_dict())
     opt._now.load_accumulation_state_dict(saved)
     now.discard()
-    opt._now._engine.update(saved=opt._now._engine.state.micro_batches)
 
 
 def renormed(opt, model, x, number, scaler):
@@ -298,6 +307,11 @@ WITH_OPTIONS = {  # what is right for the optimizer that it is made with
         for use in (two_losses_of_one_graph, step_after_all_of_a_window, sometimes_two, by_turns)
     },
     **{use.__name__: (use, FOUR) for use in (in_two_parts, checkpointed, token_by_token, resumed)},
+    "without_synchronisation": (without_synchronisation, FOUR),
+    "with a scaler of the wrapper's": (
+        usual(one_call),
+        {**FOUR, "scaler": oracle.growing_scaler()},
+    ),
     "a flush after every two of four": (partial(flushed, every=2, at=1), FOUR),
     "a flush after the first of three": (partial(flushed, at=0), {}),
     "means of what their weights count": (partial(counted, ignored=1), FOUR),
@@ -330,10 +344,13 @@ WITH_OPTIONS = {  # what is right for the optimizer that it is made with
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize(
-    ("name", "window"),
-    [*((name, n) for name in RIGHT for n in (2, 4)), *((n, 2) for n in WITH_OPTIONS)],
-)
-def test_a_right_loop_is_told_nothing(name, window):
-    body, options = WITH_OPTIONS.get(name) or (RIGHT[name], {})
-    assert warnings_of(lambda: train(body, **{"window": window, **options})) == []
+@pytest.mark.parametrize("window", [2, 4])
+@pytest.mark.parametrize("body", RIGHT.values(), ids=RIGHT)
+def test_a_right_loop_is_told_nothing(body, window):
+    assert warnings_of(lambda: train(body, window=window)) == []
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(("body", "options"), WITH_OPTIONS.values(), ids=WITH_OPTIONS)
+def test_a_loop_that_is_right_with_its_options_is_told_nothing(body, options):
+    assert warnings_of(lambda: train(body, **{"window": 2, **options})) == []
