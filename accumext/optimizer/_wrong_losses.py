@@ -39,8 +39,8 @@ def summed_sizes(loss: Tensor) -> tuple[int, int] | None:
     if getattr(node, "_saved_reduction", None) != _SUM or node.next_functions[0][0] is None:
         return None
     shape = list(shape_into(node))
-    if node.name().startswith("NllLoss") and len(shape) > 1:
-        del shape[1]  # classes
+    if node.name().startswith("NllLoss"):
+        del shape[min(1, len(shape) - 1)]  # classes
     return (shape[0], math.prod(shape)) if shape else None
 
 

@@ -198,6 +198,12 @@ def weighted_sum(opt, model, x, number, scaler, rows, weight, more):
     opt.step()
 
 
+def one_row(opt, model, x, number, scaler):
+    """Without a dimension of rows, and of as many classes as it counts."""
+    loss = functional.cross_entropy(model(x)[0], torch.tensor(0), reduction="sum")
+    one_call(opt, loss, weight=2.0)
+
+
 def without_synchronisation(opt, model, x, number, scaler):
     """Two passes of one micro-batch, which DDP leaves to the wrapper."""
     ddp = vars(opt).get("_ddp") or DistributedDataParallel(model)
@@ -312,6 +318,7 @@ WITH_OPTIONS = {  # what is right for the optimizer that it is made with
         usual(one_call),
         {**FOUR, "scaler": oracle.growing_scaler()},
     ),
+    "one_row": (one_row, FOUR),
     "a flush after every two of four": (partial(flushed, every=2, at=1), FOUR),
     "a flush after the first of three": (partial(flushed, at=0), {}),
     "means of what their weights count": (partial(counted, ignored=1), FOUR),
