@@ -32,7 +32,8 @@ def load(name: str) -> Any:
     return module
 
 
-build, cache = load("_build"), load("_cache")
+build, cache, progress = load("_build"), load("_cache"), load("_progress")
+say = progress.announce  # into the build's output, which `pip install -v` shows
 build.check_settings()
 mode = build.setting("ACCUMEXT_BUILD")
 compiler = shlex.join(build.cxx())
@@ -46,11 +47,6 @@ record: dict[str, Any] = {
     "missing": {},
     "sha256": {},
 }
-
-
-def say(words: str) -> None:
-    """Print a line into the build's output, which `pip install -v` shows."""
-    print(f"accumext: {words}", file=sys.stderr, flush=True)
 
 
 def missing(library: str, reason: str, fix: str) -> None:
@@ -145,13 +141,19 @@ def build_kernels(keys: dict[str, str], cpp_extension: Any) -> type:
             key = keys[library]
             if not copy_cached(library, key, path):
                 begin = time.monotonic()
-                say(f"compiling the {library} library, which takes {build.COMPILE_TIMES[library]}")
+                words = f"compiling the {library} library"
+                more = f", which takes {build.COMPILE_TIMES[library]}"
+                objects = Path(self.build_temp, os.path.relpath(build.csrc(), ROOT), library)
+                how_far = progress.files_done(objects, build.efforts(library))
                 self.extensions = [extension]
                 # The flags of the environment, but not those that Python was built with.
                 flags = (os.environ.get(name, "") for name in ("CFLAGS", "CPPFLAGS"))
                 self.compiler.compiler_so[1:] = ["-fPIC", *shlex.split(" ".join(flags))]
                 try:
-                    with tempfile.TemporaryDirectory() as stubs:
+                    with (
+                        tempfile.TemporaryDirectory() as stubs,
+                        progress.announced(words, more, how_far),
+                    ):
                         if library == "cuda":
                             extension.extra_link_args += build.torch_cuda_flags(Path(stubs))
                         super().build_extensions()

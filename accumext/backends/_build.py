@@ -27,13 +27,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TORCH_MINIMUM = (2, 10)
-COMPILE_TIMES = {"cpu": "about a minute", "cuda": "several minutes"}  # on two cores
+COMPILE_TIMES = {"cpu": "about a minute on two cores", "cuda": "several minutes on two cores"}
 
 CHOICES = {
     "ACCUMEXT_BACKEND": ("auto", "native", "jit", "reference"),
     "ACCUMEXT_BUILD": ("auto", "require", "off"),
     "ACCUMEXT_CUDA": ("auto", "0", "1"),
 }
+_EFFORTS = {"kernels_avx512": 21, "kernels_avx2": 16, "kernels_portable": 9}  # most take 3 s
 _FOLDER = Path(__file__).resolve().parent  # which gets the libraries that an installation compiles
 _PACKAGE = _FOLDER.parent
 _DEFAULT_CUDA_HOME = "/usr/local/cuda"
@@ -73,6 +74,11 @@ def sources(library: str) -> list[str]:
     """Return the source files of library "cpu", "cuda" or "bind", in a fixed order."""
     pattern = {"cpu": "cpu/**/*.cpp", "cuda": "cuda/**/*.cu", "bind": "module.cpp"}[library]
     return sorted(str(path) for path in csrc().glob(pattern))
+
+
+def efforts(library: str) -> dict[str, int]:
+    """Return the seconds that each source takes on one core, about, by its name without suffix."""
+    return {(name := Path(path).stem): _EFFORTS.get(name, 3) for path in sources(library)}
 
 
 def has_sources() -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from accumext.backends import _build
-from accumext.backends._progress import announce, announced, error_line
+from accumext.backends._progress import announce, announced, error_line, files_done
 from accumext.tensors.torch_private import (
     call_default_kernel,
     compiled_kernel,
@@ -276,7 +276,9 @@ class _Library:
 
         with _cache.build_folder(folder) as build_folder:
             words = f"compiling the {self.label} kernels on first use"
-            with announced(words, f", which takes {_build.COMPILE_TIMES[self.name]}"):
+            more = f", which takes {_build.COMPILE_TIMES[self.name]}"
+            how_far = files_done(build_folder, _build.efforts(self.name))
+            with announced(words, more, how_far):
                 self._run_compiler(build_folder)
             library = build_folder / f"_C_{self.name}.so"
             self._open(library)

@@ -1,4 +1,7 @@
-"""What a first call says on stderr of a compile, which takes long, and of its errors."""
+"""What is said on stderr of a compile, which takes long, and of its errors.
+
+setup.py loads this file by path, as it does _build.py, so only the standard library is imported.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import contextlib
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 
 def announce(words: str) -> None:
-    """Tell a terminal, a notebook or a log why the first call takes so long."""
+    """Tell a terminal, a notebook or a log, such as that of `pip install -v`."""
     if sys.stderr is not None:
         with contextlib.suppress(OSError, ValueError):  # stderr is closed
             print(f"accumext: {words}", file=sys.stderr, flush=True)
@@ -19,14 +23,26 @@ def announce(words: str) -> None:
 _REMINDER_S = 10.0
 
 
+def _after(seconds: float) -> str:
+    return f", after {seconds:.0f} s"
+
+
 @contextlib.contextmanager
-def announced(words: str, more: str = "") -> Iterator[None]:
-    """Tell what is being done, again every ten seconds until it is done, and if it fails."""
+def announced(
+    words: str, more: str = "", how_far: Callable[[float], str] = _after
+) -> Iterator[None]:
+    """Tell what is being done, again every ten seconds until it is done, and if it fails.
+
+    Args:
+        words: what is being done.
+        more: what is said of it at the beginning alone.
+        how_far: returns what is said of it after some seconds, such as by `files_done`.
+    """
     begin, over = time.monotonic(), threading.Event()
 
     def remind() -> None:
         while not over.wait(_REMINDER_S):
-            announce(f"still {words}, after {time.monotonic() - begin:.0f} s")
+            announce(f"still {words}{how_far(time.monotonic() - begin)}")
 
     announce(words + more)
     reminder = threading.Thread(target=remind, daemon=True)
@@ -39,6 +55,38 @@ def announced(words: str, more: str = "") -> Iterator[None]:
     finally:
         over.set()
         reminder.join()
+
+
+def files_done(folder: Path, efforts: Mapping[str, float]) -> Callable[[float], str]:
+    """Return the `how_far` of a compile: files that are done, and how long the others will take.
+
+    The compile may leave objects of earlier ones as they are. Nothing is said then of the others,
+    since only the compile knows how many they are.
+
+    Args:
+        folder: the folder in which the compile writes its objects.
+        efforts: the time that each source takes, by its name without suffix, in any unit.
+    """
+
+    def objects() -> dict[Path, int]:
+        found = {}
+        for path in folder.rglob("*.o"):
+            with contextlib.suppress(FileNotFoundError):  # it is replaced just now
+                found[path] = path.stat().st_mtime_ns
+        return found
+
+    before = objects()
+
+    def how_far(seconds: float) -> str:
+        new = objects().items() - before.items()
+        if before:
+            return f": {len(new)} file{'s' * (len(new) != 1)} after {seconds:.0f} s"
+        done = sum(efforts.get(path.name.partition(".")[0], 0) for path, _ in new)
+        left = sum(efforts.values()) - done
+        estimate = f", about {seconds * left / done:.0f} s more" if done and left else ""
+        return f": {len(new)} of {len(efforts)} files after {seconds:.0f} s{estimate}"
+
+    return how_far
 
 
 def error_line(error: Exception) -> str:

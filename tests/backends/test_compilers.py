@@ -116,12 +116,39 @@ def test_a_log_is_told_what_takes_so_long_and_that_it_goes_on(tree):
     lines = [process.communicate(timeout=100)[1].splitlines() for process in processes]
     compiles, waits = sorted(lines, key=lambda found: found[0])
     words = "compiling the CPU kernels on first use"
-    assert compiles[0] == f"accumext: {words}, which takes about a minute"
+    assert compiles[0] == f"accumext: {words}, which takes about a minute on two cores"
     assert waits[0] == "accumext: waiting for a process that compiles the CPU kernels"
-    for first, *others in ((words, *compiles[1:]), (waits[0][10:], *waits[1:])):
-        assert len(others) > 1
-        pattern = re.escape(f"accumext: still {first}, after ") + r"\d+ s"
-        assert all(re.fullmatch(pattern, line) for line in others), others
+    assert_each(compiles[1:], rf"accumext: still {words}: [01] of 1 files after \d+ s")
+    assert_each(waits[1:], rf"accumext: still {waits[0][10:]}, after \d+ s")
+
+
+def assert_each(lines: list[str], pattern: str) -> None:
+    assert len(lines) > 1
+    assert all(re.fullmatch(pattern, line) for line in lines), lines
+
+
+@pytest.mark.build
+def test_so_is_the_log_of_an_installation(tree):
+    for file in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tree.folder)
+    second = tree.source.with_name("second.cpp")
+    second.write_text("void Second() {}\n")
+    module = tree.folder / "accumext" / "backends" / "_progress.py"
+    text = module.read_text()
+    assert "_REMINDER_S = 10.0" in text
+    module.write_text(text.replace("_REMINDER_S = 10.0", "_REMINDER_S = 0.3"))
+    # One at a time, and the second in seconds, so that something is said between them.
+    script = f'case "$*" in *second.cpp*) sleep 2;; *-c\\ *) sleep 0.5;; esac; {SHARED}'
+    slow = executable(tree.folder / "slow", script)
+    done = tree.run(SETUP, CXX=slow, MAX_JOBS="1", ACCUMEXT_CUDA="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stderr.splitlines() if "compil" in line and "cuda" not in line]
+    begin, *lines, end = said
+    words = "compiling the cpu library"
+    assert begin == f"accumext: {words}, which takes about a minute on two cores"
+    assert re.fullmatch(r"accumext: compiled the cpu library in \d+ s", end)
+    assert_each(lines, rf"accumext: still {words}: \d of 2 files after \d+ s(, about \d+ s more)?")
+    assert any(re.search(": 1 of 2 files after .* s, about ", line) for line in lines)
 
 
 @pytest.mark.build
@@ -131,6 +158,23 @@ def test_a_log_is_told_that_it_failed(tree):
     failed = "accumext: compiling the CPU kernels on first use failed: "
     assert last.startswith(failed)
     assert last.endswith("error: #error on purpose")
+
+
+def test_what_is_left_is_estimated_by_what_is_done(tmp_path):
+    efforts = {"small": 1, "medium": 2, "large": 6}
+    how_far = _progress.files_done(tmp_path, efforts)
+    assert how_far(10) == ": 0 of 3 files after 10 s"
+    for name in ("small.o", "medium.cuda.o"):  # as torch calls that of a CUDA source
+        (tmp_path / name).touch()
+    assert how_far(20) == ": 2 of 3 files after 20 s, about 40 s more"
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "large.o").touch()
+    assert how_far(50) == ": 3 of 3 files after 50 s"
+
+    how_far = _progress.files_done(tmp_path, efforts)  # how many are compiled again, ninja knows
+    assert how_far(1) == ": 0 files after 1 s"
+    os.utime(tmp_path / "small.o", (1, 1))
+    assert how_far(2) == ": 1 file after 2 s"
 
 
 @pytest.mark.parametrize("stderr", [None, "closed"])

@@ -106,7 +106,9 @@ def test_cuda_kernels_stay_out_of_a_cpu_torch(monkeypatch):
     assert library.reason == f"torch {torch.__version__} has no CUDA"
 
 
-COMPILING = "accumext: compiling the CPU kernels on first use, which takes about a minute"
+COMPILING = (
+    "accumext: compiling the CPU kernels on first use, which takes about a minute on two cores"
+)
 
 
 def said(stderr: str) -> list[str]:
