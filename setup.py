@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -210,6 +211,17 @@ def usable_torch() -> Any | None:
     return torch
 
 
+def readme() -> str:
+    """Return README with links to the files of this release, as a package index has none."""
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text("utf-8"), re.M)
+    assert version is not None
+    repository = "https://{}/accumext/accumext/{}v" + version[1] + "/"
+    text = (ROOT / "README.md").read_text("utf-8")
+    pictures = repository.format("raw.githubusercontent.com", "")
+    text = re.sub(r'(\bsrc(?:set)?=")(?!https:)', rf"\g<1>{pictures}", text)
+    return re.sub(r"\]\((?!https:|#)", f"]({repository.format('github.com', 'blob/')}", text)
+
+
 commands: dict[str, type] = {"build_py": BuildModules, "bdist_wheel": Wheel}
 modules: list[Extension] = []
 if COMPILING_COMMANDS & set(sys.argv[1:]) and (torch := usable_torch()) is not None:
@@ -219,4 +231,9 @@ if COMPILING_COMMANDS & set(sys.argv[1:]) and (torch := usable_torch()) is not N
     keys = {library: build.cache_key(library, torch) for library in libraries}
     commands["build_ext"] = build_kernels(keys, cpp_extension)
 with tempfile.TemporaryDirectory() as folder, build.environment(Path(folder)):
-    setup(ext_modules=modules, cmdclass=commands)
+    setup(
+        ext_modules=modules,
+        cmdclass=commands,
+        long_description=readme(),
+        long_description_content_type="text/markdown",
+    )

@@ -23,7 +23,7 @@ from accumext.optimizer import AccumulatingOptimizer, WindowReport
 if TYPE_CHECKING:
     from accumext.auditing import Audit, Finding, audit
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AccumulatingOptimizer",

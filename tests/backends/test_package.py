@@ -123,6 +123,23 @@ def record_in(wheel: Path) -> dict:
     return json.loads(zipfile.ZipFile(wheel).read("accumext/backends/_build_info.json"))
 
 
+def assert_links_lead_out_of_the_repository(wheel: Path) -> None:
+    """Of README on the page of a package index."""
+    (name,) = (name for name in packed(wheel) if name.endswith("/METADATA"))
+    text = zipfile.ZipFile(wheel).read(name).decode()
+    targets = re.findall(r'\]\(([^)]+)\)|\bsrc(?:set)?="([^"]+)"', text.partition("\n\n")[2])
+    links = ["".join(target) for target in targets]
+    assert [link for link in links if not link.startswith("https://")] == []
+    for ours in (
+        "github.com/accumext/accumext/blob",
+        "raw.githubusercontent.com/accumext/accumext",
+    ):
+        files = [link.partition(f"{ours}/v{accumext.__version__}/")[2] for link in links]
+        files = [name.partition("#")[0] for name in files if name]
+        assert files
+        assert all((ROOT / name).exists() for name in files), files
+
+
 def expected_sources() -> set[str]:
     paths = [
         path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh")
@@ -176,6 +193,7 @@ def test_sdist_builds_a_compiled_wheel_that_works_without_a_warning(tmp_path):
     assert not any(name.startswith(("tests", "csrc")) for name in packed(wheel))
     assert "-py3-none-linux" in wheel.name  # any Python 3
     assert record_in(wheel)["torch"] == torch.__version__
+    assert_links_lead_out_of_the_repository(wheel)
 
     environment.install(wheel)
     report = environment.doctor(ACCUMEXT_BACKEND="native")
@@ -283,5 +301,20 @@ def test_cuda_kernels_cross_compile_and_stay_out_of_a_cpu_torch(project, environ
         assert environment.doctor()["backend"] == "cpu"
 
 
-def test_version_is_stated_once():
-    assert f'version = "{accumext.__version__}"' in (ROOT / "pyproject.toml").read_text()
+RELEASE = accumext.__version__
+STATED = {
+    "pyproject.toml": rf'^version = "{RELEASE}"$',
+    "CITATION.cff": rf"^version: {RELEASE}$",
+    "CHANGELOG.md": rf"^## \[{RELEASE}\] - ",
+}
+
+
+@pytest.mark.parametrize("file", STATED)
+def test_the_version_is_the_same_everywhere(file):
+    assert re.search(STATED[file], (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def test_the_citation_has_the_day_of_the_release():
+    changelog, citation = ((ROOT / f).read_text("utf-8") for f in ("CHANGELOG.md", "CITATION.cff"))
+    (day,) = re.findall(rf"^## \[{re.escape(RELEASE)}\] - (.+)$", changelog, re.MULTILINE)
+    assert f'date-released: "{day}"\n' in citation
