@@ -31,6 +31,7 @@ from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import create_scale
 from accumext.optimizer._settings import OP, check_settings, check_weight
 from accumext.optimizer._step import flush, run_step, stepping_at_once
+from accumext.optimizer._warnings import warn_of_a_load
 from accumext.optimizer._wrong_loops import Watch
 from accumext.tensors import checks
 from accumext.tensors.argument_names import explained
@@ -509,6 +510,7 @@ class AccumulatingOptimizer(OptimizerProxy):
             ValueError: its groups, or its masters, do not fit this optimizer's parameters.
         """
         load, op = self.optimizer.load_state_dict, f"{OP}.load_state_dict"
+        warn_of_a_load(self._engine)
         self._engine.tensors.load_state_dict(op, state_dict, load)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

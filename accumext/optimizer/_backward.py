@@ -193,6 +193,8 @@ def run_backward(
     looks = window.ledger.micro_batches == 0 and not engine.reducer.sharded
     watch = engine.watch if looks else None
     before = () if watch is None else versions(parameters)
+    if watch is not None:
+        watch.see_own_pass(parameters, call.pending)
     if not first:  # as the first part of the micro-batch
         apart = inside is not None and inside.part is not None
     else:

@@ -67,3 +67,14 @@ def warn_of_another_step(engine: Engine, name: str) -> None:
             f"{name} steps at once on what is in .grad, without {ignored}. Call opt.step(), "
             f"with a closure if the optimizer takes one; or leave {ignored} out",
         )
+
+
+def warn_of_a_load(engine: Engine) -> None:
+    """Warn of a checkpoint that comes into an open window, unless the window is one's, too."""
+    count = engine.state.micro_batches
+    if count > engine.state.saved:
+        engine.warn_once(
+            "load",
+            f"load_state_dict inside a window, whose gradients, of {count} micro-batches, are of "
+            "the weights before. Call opt.discard() first, or opt.flush() to step on them",
+        )

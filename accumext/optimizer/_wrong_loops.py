@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -27,13 +27,14 @@ from accumext.optimizer._proxy import OptimizerProxy
 from accumext.optimizer._warnings import warn_of_release
 from accumext.optimizer._wrong_losses import are_counts, is_divided, summed_sizes
 from accumext.tensors import scalars
-from accumext.tensors.kinds import versions
+from accumext.tensors.kinds import main_dtype, versions
 from accumext.tensors.scalars import Scalar
 from accumext.tensors.torch_private import gradient_hooks, leaf_of, not_compiled
 
 _WINDOWS = 2  # how many windows are watched
 _LOOKED_AT = 8  # about how many parameters are read, to see whether all were written
 _CHANGED = "changed between two micro-batches of a window, by no step"
+_Row = TypeVar("_Row")
 _ROUNDING = 0.01  # tolerated in the logarithm of a factor
 
 
@@ -52,6 +53,7 @@ class Watch:
         self._held: _Held | None = None  # parameters at the last call of step, if it did not step
         self._factor: float | None = None  # by which the last gradients were changed before step
         self._passes: _Passes | None = None  # backward passes since the last call of step
+        self._own: list[Tensor | None] = []  # totals of some gradients that an own pass has left
         # Gradients that are there already, and that no wrapper has left: references and versions.
         leaves = [] if GONE or LEAVING else [p for p in parameters if p.is_leaf]
         grads = present(grads_of(leaves))
@@ -118,13 +120,32 @@ class Watch:
                 "opt.flush() after the last of an epoch",
             )
 
+    @torch.no_grad()
+    def see_own_pass(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Look, before a first backward pass, at gradients that an own one has left."""
+        self._own = [_total(*pair) for pair in _some(list(zip(parameters, grads)))]
+
+    @torch.no_grad()
     def see_backward(
         self, engine: Engine, parameters: Sequence[Tensor], before: Sequence[int | None]
     ) -> None:
-        """Warn after a first backward pass if hooks in it have stepped on parameters."""
-        rows = zip(before, versions(parameters), engine.state.window.of(parameters).sums)
-        if any(main is None and old != new for old, new, main in rows):
+        """Warn after a first backward pass if hooks in it have stepped on parameters, or if it has
+        added to the gradients of an own pass the same ones, bit for bit."""
+        sums = engine.state.window.of(parameters).sums
+        if any(m is None and a != b for a, b, m in zip(before, versions(parameters), sums)):
             warn_of_release(engine)
+        own, self._own = self._own, []
+        if all(map(is_none, own)):
+            return
+        both = [_total(*pair) for pair in _some(list(zip(parameters, sums)))]
+        known = [(a, b) for a, b in zip(own, both) if a is not None]
+        twice = all(b is not None and bool(b == 2 * a) for a, b in known)
+        if twice and any(bool(a) for a, _ in known):  # not all 0
+            engine.warn_once(
+                "twice",
+                "opt.backward has added the gradient that a backward pass of your own had left in "
+                ".grad once more, so the micro-batch counts it twice. Leave loss.backward() out",
+            )
 
     @not_compiled
     def see_step(
@@ -279,13 +300,25 @@ def _optimizer_around() -> Optimizer | None:
     return None
 
 
+def _some(rows: Sequence[_Row]) -> Sequence[_Row]:
+    """Return about `_LOOKED_AT` of all rows, the last too: others may train the first ones."""
+    every = -(-len(rows) // _LOOKED_AT) or 1
+    return rows[::-every]
+
+
+def _total(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
+    """Return the sum of a dense gradient's elements, in the dtype of its main gradient."""
+    if grad is None or grad.is_sparse:
+        return None
+    return grad.sum(dtype=main_dtype(parameter))
+
+
 class _Held:
     """Versions and sums of some parameters, at a call of step that leaves the window open."""
 
     def __init__(self, engine: Engine, parameters: Sequence[Tensor]) -> None:
         self.report = engine.state.last  # another one after a step or flush
-        every = -(-len(parameters) // _LOOKED_AT) or 1
-        self._parameters = parameters[::-every]  # the last too: others may train the first ones
+        self._parameters = _some(parameters)
         self._versions = versions(self._parameters)
         self._sums = [p.sum() for p in self._parameters]
 

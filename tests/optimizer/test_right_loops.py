@@ -159,6 +159,13 @@ def flushed(opt, model, x, number, scaler, every=3, at=2):
         opt.flush()
 
 
+def a_penalty_of_its_own(opt, model, x, number, scaler, penalty):
+    """A pass of the loop's own that is part of the micro-batch."""
+    penalty(model, x).backward()
+    opt.backward(loss_of(model, x))
+    opt.step()
+
+
 def two_losses_of_one_graph(opt, model, x, number, scaler):
     """Two micro-batches, as the documentation says."""
     out = model(x)
@@ -311,6 +318,15 @@ WITH_OPTIONS = {  # what is right for the optimizer that it is made with
     **{
         use.__name__: (use, FOUR)
         for use in (two_losses_of_one_graph, step_after_all_of_a_window, sometimes_two, by_turns)
+    },
+    **{
+        f"an own pass of {name}": (partial(a_penalty_of_its_own, penalty=penalty), FOUR)
+        for name, penalty in {
+            "another loss": lambda model, x: model(x).abs().mean(),
+            "twice the loss": lambda model, x: 2 * loss_of(model, x),
+            "zeros": lambda model, x: 0 * loss_of(model, x),
+            "some parameters": lambda model, x: sum(p.sum() for p in [*model.parameters()][1:]),
+        }.items()
     },
     **{use.__name__: (use, FOUR) for use in (in_two_parts, checkpointed, token_by_token, resumed)},
     "without_synchronisation": (without_synchronisation, FOUR),

@@ -81,6 +81,13 @@ def flushed_after_every_one(opt, model, x, number, scaler):
     opt.flush()
 
 
+def both_backwards(opt, model, x, number, scaler, **options):
+    loss = loss_of(model, x)
+    loss.backward(retain_graph=True)
+    opt.backward(loss, **options)
+    opt.step()
+
+
 def accumulated_alone(opt, model, x, number, scaler):
     loss_of(model, x).backward()
     opt.accumulate()
@@ -194,6 +201,17 @@ WRONG = {
             f"flush closed {size} windows in a row that held one micro-batch",
         )
         for size in (2, 4)
+    },
+    **{
+        f"a pass of the loss's own, {name}": (
+            partial(both_backwards, **weight),
+            options,
+            "Leave loss.backward() out",
+        )
+        for name, weight, options in (
+            ("with a weight", {"weight": 3.0}, {}),
+            ("kept apart", {}, {"on_nonfinite": "raise"}),
+        )
     },
     "a clip after a scaler": (unscaled_and_clipped, {}, "clips one micro-batch, not the window"),
     "a clip after it, windows of 2": (unscaled_and_clipped, {"window": 2}, "Leave it to max_norm"),
@@ -337,6 +355,23 @@ def test_a_wrapper_of_each_parameter_may_step_in_a_hook():
     oracle.assert_close(oracle.parameters_of(model), oracle.train_by_hand(oracle.sgd, batches, 3))
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_checkpoint_that_comes_into_an_open_window_is_told(saved):
+    """Not where the window, too, is of a checkpoint: a run that is resumed may load it first."""
+    model, batch = oracle.make_model(), oracle.make_batches(1)[0]
+    opt = oracle.wrapped(model, window=4)
+    checkpoint = opt.state_dict()
+    one_call(opt, loss_of(model, batch))
+    if saved:
+        opt.load_accumulation_state_dict(opt.accumulation_state_dict())
+    said = warnings_of(lambda: opt.load_state_dict(checkpoint))
+    assert [("inside a window, whose gradients, of 1 " in str(w.message)) for w in said] == (
+        [] if saved else [True]
+    )
+    opt.discard()
+    assert warnings_of(lambda: opt.load_state_dict(checkpoint)) == []
+
+
 # Gradients from before the wrapper
 
 
@@ -377,8 +412,8 @@ def after_none(opt, loss):
 )
 def test_gradients_from_before_the_wrapper_are_told_if_they_are_used(loop, window):
     """Not with a window of one, which uses them as the bare optimizer does."""
-    model, batch = oracle.make_model(), oracle.make_batches(1)[0]
-    loss_of(model, batch).backward()
+    model, (before, batch) = oracle.make_model(), oracle.make_batches(2)
+    loss_of(model, before).backward()
     opt = oracle.wrapped(model, window=window)
     said = warnings_of(lambda: loop(opt, loss_of(model, batch)))
     assert len(said) == (window > 1 and not loop.__name__.startswith("after"))
