@@ -76,15 +76,20 @@ def files_done(folder: Path, efforts: Mapping[str, float]) -> Callable[[float], 
         return found
 
     before = objects()
+    counted, since = 0, 0.0  # files, and after how many seconds they were first seen to be so many
 
     def how_far(seconds: float) -> str:
+        nonlocal counted, since
         new = objects().items() - before.items()
         if before:
             return f": {len(new)} file{'s' * (len(new) != 1)} after {seconds:.0f} s"
+        if len(new) != counted:
+            counted, since = len(new), seconds
+        total = sum(efforts.values())
         done = sum(efforts.get(path.name.partition(".")[0], 0) for path, _ in new)
-        left = sum(efforts.values()) - done
-        estimate = f", about {seconds * left / done:.0f} s more" if done and left else ""
-        return f": {len(new)} of {len(efforts)} files after {seconds:.0f} s{estimate}"
+        left = since * total / done - seconds if 0 < done < total else 0.0
+        estimate = f", about {left:.0f} s more" if left >= 1 else ""
+        return f": {counted} of {len(efforts)} files after {seconds:.0f} s{estimate}"
 
     return how_far
 

@@ -137,8 +137,8 @@ def test_so_is_the_log_of_an_installation(tree):
     text = module.read_text()
     assert "_REMINDER_S = 10.0" in text
     module.write_text(text.replace("_REMINDER_S = 10.0", "_REMINDER_S = 0.3"))
-    # One at a time, and the second in seconds, so that something is said between them.
-    script = f'case "$*" in *second.cpp*) sleep 2;; *-c\\ *) sleep 0.5;; esac; {SHARED}'
+    # One at a time, and each in seconds, so that something is said between them.
+    script = f'case "$*" in *-c\\ *) sleep 2;; esac; {SHARED}'
     slow = executable(tree.folder / "slow", script)
     done = tree.run(SETUP, CXX=slow, MAX_JOBS="1", ACCUMEXT_CUDA="0")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -167,6 +167,8 @@ def test_what_is_left_is_estimated_by_what_is_done(tmp_path):
     for name in ("small.o", "medium.cuda.o"):  # as torch calls that of a CUDA source
         (tmp_path / name).touch()
     assert how_far(20) == ": 2 of 3 files after 20 s, about 40 s more"
+    assert how_far(30) == ": 2 of 3 files after 30 s, about 30 s more"  # the third goes on
+    assert how_far(70) == ": 2 of 3 files after 70 s"  # longer than was thought
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "large.o").touch()
     assert how_far(50) == ": 3 of 3 files after 50 s"
