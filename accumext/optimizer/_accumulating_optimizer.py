@@ -456,7 +456,7 @@ class AccumulatingOptimizer(OptimizerProxy):
         op, engine = f"{OP}.accumulation_state_dict", self._engine
         engine.refuse(op)
         engine.reducer.collect(op, engine)
-        packed = pack(engine.window_out_of_grad())
+        packed = pack(engine.window_out_of_grad(), engine.state.through_backward)
         engine.update(saved=engine.state.micro_batches)
         return packed
 
@@ -483,7 +483,8 @@ class AccumulatingOptimizer(OptimizerProxy):
         if any(main is not None for main in window.sums):
             create_scale(scaler, parameters[0].device)
         engine.drop(window._replace(sums=engine.tensors.send(list(window.sums))()))
-        engine.update(saved=window.ledger.micro_batches)
+        through = state_dict["through_backward"]
+        engine.update(saved=window.ledger.micro_batches, through_backward=through)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

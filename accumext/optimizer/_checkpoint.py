@@ -23,13 +23,15 @@ _NUMBERS = {  # names in a checkpoint, and in a ledger
     "found_inf": "found_inf",
     "survivors": "counted",
 }
-_KEYS = {"main_grads", "micro_batches", "held_back", "norm", *_NUMBERS}
+_FLAGS = ("held_back", "through_backward")
+_KEYS = {"main_grads", "micro_batches", *_FLAGS, "norm", *_NUMBERS}
 _NEVER_NONE = ("weight", "unit_scale", "loss_scale")
 _TENSORS = ("norm", "found_inf", "survivors")  # or None
 
 
-def pack(window: Window) -> dict[str, Any]:
-    """Return copies of everything in a window that is not in `.grad`, sums by parameter index."""
+def pack(window: Window, through_backward: bool) -> dict[str, Any]:
+    """Return copies of everything in a window that is not in `.grad`, sums by parameter index; and
+    whether its latest micro-batch came through `backward`, by which operators expect a sum."""
     numbers: dict[str, Any] = {k: getattr(window.ledger, name) for k, name in _NUMBERS.items()}
     numbers["norm"] = window.norm
     for name, nothing, dtype in (
@@ -43,6 +45,7 @@ def pack(window: Window) -> dict[str, Any]:
         "main_grads": {i: main.detach().clone() for i, main in sums.items()},
         "micro_batches": window.ledger.micro_batches,
         "held_back": window.unreduced,
+        "through_backward": through_backward,
         **{k: v.detach().clone() if on_device(v) else v for k, v in numbers.items()},
     }
 
@@ -58,8 +61,9 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
     count, held_back = packed["micro_batches"], packed["held_back"]
     if isinstance(count, bool) or not isinstance(count, int) or count < 0:
         fail_value(op, "state_dict['micro_batches']", "be an int of at least 0", repr(count))
-    if not isinstance(held_back, bool):
-        fail_type(op, "state_dict['held_back']", "be a bool", type_name(held_back))
+    for name in _FLAGS:
+        if not isinstance(packed[name], bool):
+            fail_type(op, f"state_dict[{name!r}]", "be a bool", type_name(packed[name]))
     sums = _unpacked_sums(op, packed["main_grads"], parameters)
     device = next((main.device for main in sums if main is not None), torch.device("cpu"))
     numbers = {f: _unpacked(op, name, packed[name], device) for name, f in _NUMBERS.items()}

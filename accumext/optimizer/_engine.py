@@ -193,6 +193,7 @@ class Engine:
             last=self.state.last,
             stepped=self.state.stepped,
             accumulated=self.state.accumulated,
+            through_backward=self.state.through_backward,
             saved=window.ledger.micro_batches,  # the original is there to step on them
         )
         gone = dict.fromkeys(("main_grads", "watch"))

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import lr_scheduler
 
+import accumext
 from accumext.optimizer._accumulating_optimizer import AccumulatingOptimizer
 
 WINDOW = 3
@@ -174,6 +175,46 @@ def test_a_run_that_is_moved_goes_on_bit_for_bit(move, dtype, scaled, on_nonfini
     if dtype == torch.float64 and bad is None:
         expected = oracle.train_by_hand(adam, batches, WINDOW, weights=weights, max_norm=0.05)
         assert_close(parameters_of(model), expected)
+
+
+@pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
+@pytest.mark.parametrize("middle", [4, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("move", MOVES)
+def test_a_decoder_that_is_moved_goes_on_bit_for_bit(move, dtype, middle, through):
+    """`decode_loss` adds the head's gradient to the window's sum, or returns it, which rounds
+    otherwise: after a move it takes the way that it would have taken"""
+
+    def made():
+        torch.manual_seed(0)
+        parts = [torch.nn.Embedding(40, 16), torch.nn.GRUCell(16, 16), torch.nn.Linear(16, 40)]
+        model = torch.nn.ModuleList(parts).to(dtype)
+        return model, wrapped(model, max_norm=0.5)
+
+    def by_states(model, opt):
+        twin_model, twin = made()
+        states = [model.state_dict(), opt.state_dict(), opt.accumulation_state_dict()]
+        parameters, state, window = oracle.through_a_file(states)
+        twin_model.load_state_dict(parameters)
+        twin.load_state_dict(state)
+        twin.load_accumulation_state_dict(window)
+        return twin_model, twin
+
+    def go(model, opt, start, stop):
+        for i in range(start, stop):
+            generator = torch.Generator().manual_seed(i)
+            targets = torch.randint(40, (6, 3), generator=generator)
+            state = torch.randn(3, 16, generator=generator).to(dtype)
+            loss = accumext.decode_loss(*model, targets, state, feedback="greedy").loss
+            opt.backward(loss) if through == "opt.backward" else loss.backward()
+            opt.step()
+
+    model, opt = made()
+    go(model, opt, 0, middle)
+    twin_model, twin = by_states(model, opt) if move == "states" else MOVES[move]((model, opt))
+    go(model, opt, middle, 9)
+    go(twin_model, twin, middle, 9)
+    assert_equal(parameters_of(twin_model), parameters_of(model))
 
 
 @pytest.mark.parametrize("scaled", [False, True])

@@ -161,6 +161,7 @@ SAVED = [  # entries of a saved window
     ("micro_batches", -1, ValueError, "an int"),
     ("micro_batches", 1.0, ValueError, "an int"),
     ("held_back", 1, TypeError, "a bool, got int"),
+    ("through_backward", None, TypeError, "a bool, got NoneType"),
     ("weight", None, TypeError, "a number"),
     ("weight", NAN, ValueError, "finite"),
     ("unit_scale", "1", TypeError, "a number"),
