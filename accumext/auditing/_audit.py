@@ -71,7 +71,7 @@ class Audit:
         ended = observer.watching and kind is None
         observer.close()
         record = replace(observer.record(ended), before=self._before)
-        if observer.joined is not None and kind in (None, Done):
+        if observer.joined and kind in (None, Done):
             ranks: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, replace(record, before=None))
             record = replace(record, ranks=tuple(ranks), rank=dist.get_rank())

@@ -69,6 +69,8 @@ class Pass:
     without_sync: bool  # `no_sync` was on when it began
     weights: tuple[float, ...]  # a sample of the parameters, when it began
     eval_norms: tuple[str, ...]  # batch norms in eval mode that it reached
+    shares: bool = False  # it goes through nodes of the pass before, which has retained them
+    detached: bool = False  # it begins at a state that the loop detached from an earlier step
 
     @property
     def reached(self) -> frozenset[int]:

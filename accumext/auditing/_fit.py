@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import dropwhile
@@ -14,6 +15,7 @@ from accumext.auditing._events import Clipped, Pass, Sketch, View, Window, is_ca
 _NOTHING = 1e-4  # relative size below which a factor counts as zero
 _EXPLAINED = 1e-3  # part of the gradient that may be rounding
 _EXPLAINED_HALF = 0.1  # the same if gradients, or their sums, are of half precision
+_PLAIN = 1e-5  # relative distance of a factor from a plain one that may be rounding
 _WELL_POSED = 1e-5  # smallest singular value of the sketches, relative to the greatest
 
 
@@ -85,8 +87,9 @@ def _fit(view: View, window: Window) -> Fit | None:
     # Try one factor for all; then another one for what the last step left; then one for each pass.
     for groups in (*([some] for some in sets), *with_left, *([[i] for i in some] for some in sets)):
         sums = [torch.stack([columns[i] for i in group]).sum(0) for group in groups]
-        found = _solve(sums, used, tolerance) if 2 * len(groups) <= numbers else None
-        if found is None:
+        few = numbers == len(groups) == 1  # any factor explains one number: only a plain one counts
+        found = _solve(sums, used, tolerance) if few or 2 * len(groups) <= numbers else None
+        if found is None or (few and not _is_plain(float(found), len(groups[0]))):
             continue
         factors = {i: f for group, f in zip(groups, found.tolist()) for i in group}
         before = factors.pop(len(passes), None)
@@ -102,6 +105,11 @@ def _fit(view: View, window: Window) -> Fit | None:
             and any(abs(f) > tolerance * top for i, f in factors.items() if i not in kept),
         )
     return None
+
+
+def _is_plain(factor: float, passes: int) -> bool:
+    """Tell whether a factor is that of a sum, or of a mean over the passes."""
+    return any(math.isclose(factor, plain, rel_tol=_PLAIN) for plain in (1.0, 1 / passes))
 
 
 def _afterwards(window: Window, parameters: int) -> tuple[list[tuple[Pass, Tensor, bool]], Tensor]:

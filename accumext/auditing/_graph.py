@@ -140,6 +140,11 @@ def leaves(root: Any) -> list[Tensor]:
     return [leaf for node in _nodes(root) if (leaf := leaf_of(node)) is not None]
 
 
+def inner_nodes(root: Any) -> frozenset[int]:
+    """Return the numbers of a graph's nodes, without those of leaves."""
+    return frozenset(node_number(node) for node in _nodes(root) if leaf_of(node) is None)
+
+
 def _are_separate(losses: list[Any]) -> bool:
     """Tell whether the graphs of these losses share no nodes but leaves."""
     seen: set[Any] = set()

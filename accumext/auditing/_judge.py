@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from accumext.auditing import _accumulation, _rules
-from accumext.auditing._events import Clipped, Finding, Pass, Record, View, calls, only, views_of
+from accumext.auditing._events import (
+    Clipped,
+    Finding,
+    Pass,
+    Record,
+    View,
+    Window,
+    calls,
+    only,
+    views_of,
+)
 from accumext.auditing._fit import fits
 from accumext.auditing._sums import runs_elsewhere, sums_of
 from accumext.auditing._words import KINDS, is_question, several
@@ -62,6 +72,10 @@ def _checked(record: Record, views: list[View]) -> Iterator[str]:
         yield f"the gradients of {several(passes, 'pass')} in two runs"
 
 
+def _is_one_number(window: Window) -> bool:
+    return window.step.used is not None and int(window.step.used.count_nonzero()) == 1
+
+
 def _unjudged(view: View) -> Iterator[str]:
     """Yield what was seen but could not be judged, and why."""
     if not any(one.reached & view.optimizer.parameters for one in view.passes):
@@ -75,14 +89,21 @@ def _unjudged(view: View) -> Iterator[str]:
     if len(sizes) == 1 and max(sizes) > 1 and not view.record.ended:
         yield f"the end of an epoch, which {several(len(view.windows), 'window')} may not reach"
     used = {w.index for w in view.windows if not w.step.skipped and w.passes and w.step.present}
+    unknown = used - known.keys()
+    few = {i for i in unknown if _is_one_number(view.windows[i])}
     for what, indices, why in (
-        ("factors", used - known.keys(), "the gradient is no sum of the passes, as after a change "
+        ("factors", few, "a gradient of one number, which is no plain sum of the passes, nor their "
+         "mean: any factor explains it"),
+        ("factors", unknown - few, "the gradient is no sum of the passes, as after a change "
          "of its elements, or after several calls of a closure"),
         ("factors", {i for i, fit in known.items() if fit.by_hand},
          "the loop keeps gradients by itself"),
         ("factors", {i for i, fit in known.items() if runs_elsewhere(view, fit)},
          "another process runs other lines"),
-        ("divisors", {one.window.index for one in sums if not one.judged},
+        ("divisors", by_hand := {one.window.index for one in sums if one.has_given},
+         "a pass was given its gradient, as by features.backward(leaf.grad) after slices of a "
+         "head, which accumext.chunked_loss does in one call"),
+        ("divisors", {one.window.index for one in sums if not one.judged} - by_hand,
          "losses that end in sum(), of an unknown number of targets"),
     ):  # fmt: skip
         if indices:

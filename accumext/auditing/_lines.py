@@ -6,7 +6,7 @@ import os
 import sys
 import sysconfig
 import traceback
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -29,6 +29,11 @@ def line() -> str:
     for call in (own or outside)[:1]:
         return f"{os.path.basename(call.f_code.co_filename)}:{call.f_lineno}"
     return ""
+
+
+def runs_inside(code: CodeType) -> bool:
+    """Tell whether a call of this function is running."""
+    return any(call.f_code is code for call in frames())
 
 
 def frames() -> list[FrameType]:

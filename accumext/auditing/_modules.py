@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
@@ -24,6 +25,14 @@ def parameters_in(module: nn.Module) -> list[Tensor]:
         return list(nn.Module.parameters(module))
     except Exception:  # objects in any state come here
         return []
+
+
+def replicas_of(parameters: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """Return the DistributedDataParallel modules that have some of these parameters: several, if a
+    loop has one for each part of its model."""
+    known = set(map(id, parameters))
+    alive = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    return [one for one in alive if known & {id(p) for p in parameters_in(one)}]
 
 
 def modules_of(parameters: Iterable[Tensor]) -> list[nn.Module]:

@@ -24,8 +24,10 @@ import accumext
 from accumext.auditing._events import Call, Clipped, Pass, Record, only
 from accumext.auditing._followed import parameters_of
 from accumext.auditing._graph import SCALED, leaves, own_means
-from accumext.auditing._modules import Averages, batch_norms, modules_of
+from accumext.auditing._lines import runs_inside
+from accumext.auditing._modules import Averages, batch_norms, modules_of, replicas_of
 from accumext.auditing._passes import UNNAMED, Parameters, Passes
+from accumext.auditing._states import States
 from accumext.auditing._steps import Journal, Steps
 from accumext.auditing._torch_private import (
     CLIPS,
@@ -34,6 +36,9 @@ from accumext.auditing._torch_private import (
     is_half,
     scale_tensor,
 )
+from accumext.ops import wgrad_fusion
+
+_OURS = accumext.tbptt.__code__  # it detaches states by itself, and how far that goes is measured
 
 
 @contextmanager
@@ -79,10 +84,10 @@ class Observer:
             self.journal, self.parameters, self._passes, wrapper, windows, stops, number
         )
         self.measured = False  # whether a truncated gradient was measured
-        self.joined: DistributedDataParallel | None = None  # joins processes
+        self.joined: list[DistributedDataParallel] = []  # join processes
         self._given, self._found = model, list[nn.Module]()
         self._state = (-1, -1)  # numbers of parameters and steps at the last search
-        self._averages = Averages()
+        self._averages, self._states = Averages(), States(lambda: self.watching)
         self._norms: dict[str, nn.Module] = {}
         self._backwards, self._scheduling = 0, False
         self._stack = ExitStack()  # puts the originals back when the block ends
@@ -105,6 +110,9 @@ class Observer:
             for owner, name, call in self._patches():
                 stack.enter_context(replaced(owner, name, call, watching))
             stack.enter_context(self._passes.saved.watch())
+            stack.enter_context(self._states.watch())
+            wgrad_fusion.observers.append(self._passes.see_sum)
+            stack.callback(wgrad_fusion.observers.remove, self._passes.see_sum)
             self.steps.open(stack)
             self._stack = stack.pop_all()
 
@@ -192,7 +200,7 @@ class Observer:
                 yield f"a parameter of shape {list(leaf.shape)}"
 
     def _find_modules(self, root: Tensor) -> None:
-        """Find the models and, if there are several processes, the DistributedDataParallel."""
+        """Find the models and, if there are several processes, what joins these."""
         steps = self.steps.taken.total()
         if self.steps.chosen is None or steps != self._state[1]:
             for leaf in leaves(root.grad_fn):
@@ -211,8 +219,7 @@ class Observer:
         more = len(tensors) != self._state[0]
         if more and (joins or any(id(tensor) not in given for tensor in tensors)):
             self._found = modules_of(tensors)
-            replicas = [m for m in self._found if isinstance(m, DistributedDataParallel)]
-            self.joined = replicas[0] if joins and replicas else None
+            self.joined = replicas_of(tensors) if joins else []
             self._know()
         models, self._state = self._models(), state
         self._norms = {k: v for model in models for k, v in batch_norms(model).items()}
@@ -231,16 +238,21 @@ class Observer:
         self._look_at_averages()
         self.steps.notice_clears()
         given = args[0] if args else kwargs.get("grad_tensors")
+        retains = bool(args[1] if len(args) > 1 else kwargs.get("retain_graph"))
+        detached = self._states.end() and not runs_inside(_OURS)
         asleep = {name: norm for name, norm in self._norms.items() if not norm.training}
-        alone = self.joined is not None and not self.joined.require_backward_grad_sync
-        result, event = self._passes.run(backward, roots[0], asleep)
+        alone = any(not one.require_backward_grad_sync for one in self.joined)
+        result, event = self._passes.run(backward, roots[0], asleep, retains)
         if event is not None:
             self.steps.fill()
             one = len(roots) == 1 and roots[0].numel() == 1
             of_one = not isinstance(given, (list, tuple)) or given[0] is None
             # DistributedDataParallel decides in the forward pass whether the next pass reduces.
-            reduced = self.joined is not None and self.joined.require_forward_param_sync
-            self.journal.write(event, scalar=one and of_one, reduced=reduced, without_sync=alone)
+            reducing = [one for one in self.joined if one.require_forward_param_sync]
+            reduced = self.parameters.among(p for one in reducing for p in one.parameters())
+            self.journal.write(
+                event, scalar=one and of_one, reduced=reduced, without_sync=alone, detached=detached
+            )
         return result
 
     # --- what is done to gradients ----------------------------------------------------------------

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from accumext.auditing._events import Constant, Pass
-from accumext.auditing._graph import Losses, SavedTensors, same_number
-from accumext.auditing._sketch import Sketches, dense, sample
+from accumext.auditing._graph import Losses, SavedTensors, inner_nodes, same_number
+from accumext.auditing._sketch import Sketches, dense, sample, sketch
 from accumext.auditing._torch_private import is_dtensor, is_half
 
 UNNAMED = "parameter"  # with its number, the name of a parameter that is in no module
@@ -77,6 +77,8 @@ class Passes:
         self._nodes: dict[int, Any] = {}  # kept: a leaf makes its node anew once nobody holds it
         self._hooks = ExitStack()
         self.running: Sketches | None = None
+        self._added: dict[int, tuple[Tensor, Tensor]] = {}  # sums, and their sketches before a pass
+        self._retained = frozenset[int]()  # numbers of the nodes that the last pass has kept
         self._sums: dict[int, Tensor] | None = {}  # of half-precision gradients, in float32
 
     def sum_nothing(self) -> None:
@@ -85,27 +87,31 @@ class Passes:
 
     def close(self) -> None:
         self.saved.watching, self._sums = False, None
+        self._added.clear()
         self._hooks.close()
         self._nodes.clear()
 
     def run(
-        self, backward: Callable[[], Any], root: Tensor, norms: dict[str, nn.Module]
+        self, backward: Callable[[], Any], root: Tensor, norms: dict[str, nn.Module], retains: bool
     ) -> tuple[Any, Callable[..., Pass] | None]:
         """Run a pass. Return its result, and a function that makes its event, or None if it reached
-        no known parameter. `norms`: the batch norms in eval mode."""
+        no known parameter. `norms`: the batch norms in eval mode; `retains`: it keeps its graph."""
         known, start = self._known, perf_counter()
         before_it = sample([t for t in known.tensors if t.requires_grad])
         self._hook()
         losses = Losses(root.grad_fn)
         scale, unscaled = losses.scaled or (None, root.detach().sum().clone())
-        graph = self.saved.graph(losses)
+        graph, shares = self.saved.graph(losses), self._shares(root, retains)
         shards = [t for t in known.tensors if is_dtensor(t)]  # summed before they reach `.grad`
         before = known.take(shards)
         running = self.running = Sketches(known.tensors)
         try:
             result = backward()
+            for number, (total, earlier) in self._added.items():
+                running.add(number, total, earlier)
         finally:
             self.running = None
+            self._added.clear()
             read = losses.end()
         if shards:
             after = known.take(shards)
@@ -116,7 +122,7 @@ class Passes:
             if known.among(norm.parameters(recurse=False)) & running.present.keys()
         )  # fmt: skip
 
-        def event(where: str, time: float, *, reduced: bool, **fields: Any) -> Pass:
+        def event(where: str, time: float, *, reduced: frozenset[int], **fields: Any) -> Pass:
             of_losses, coefficient, constants = read()
             factor = 1.0 if scale is None else float(scale)
             return Pass(
@@ -131,13 +137,21 @@ class Passes:
                 scale=factor,
                 value=float(unscaled),
                 graph=graph,
-                sent=known.bytes_of(running.present) if reduced else 0,
+                sent=known.bytes_of(reduced & running.present.keys()),
                 weights=tuple(before_it.tolist()),
                 eval_norms=asleep,
+                shares=shares,
                 **fields,
             )
 
         return result, event if running.present else None
+
+    def _shares(self, root: Tensor, retains: bool) -> bool:
+        """Tell whether the pass goes through nodes that the pass before has retained."""
+        before = self._retained
+        own = inner_nodes(root.grad_fn) if retains or before else frozenset()
+        self._retained = own if retains else frozenset()
+        return bool(own & before)
 
     def _hook(self) -> None:
         """Register hooks that see every gradient which is about to be added to a `.grad`."""
@@ -146,6 +160,12 @@ class Passes:
                 node = self._nodes[number] = get_gradient_edge(tensor).node
                 handle = node.register_prehook(functools.partial(self._see, number))
                 self._hooks.callback(handle.remove)
+
+    def see_sum(self, parameter: Tensor, total: Tensor) -> None:
+        """Note a wrapper's sum to which an operator is about to add, instead of to a `.grad`."""
+        number = self._known.number(parameter)
+        if self.running is not None and number is not None and number not in self._added:
+            self._added[number] = total, sketch(total)
 
     @torch.no_grad()
     def _see(self, number: int, grads: tuple[Tensor | None, ...]) -> None:

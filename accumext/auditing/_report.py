@@ -86,8 +86,9 @@ def _nothing(record: Record) -> Iterable[str]:
     else:
         label = "why"
         advice = (
-            "no step ran, or only those of an optimizer that is no torch.optim.Optimizer, as in "
-            "Keras, thinc and fastai: run as far as a step, or look at the gradients by hand"
+            "no step of a torch.optim.Optimizer ran: run as far as one. A loop that writes "
+            "w -= lr * w.grad by itself does the same with torch.optim.SGD([w], lr=lr), step() and "
+            "zero_grad(). Optimizers of Keras, thinc and fastai are not seen"
         )
     yield from _wrapped(label, advice, 3)
 
@@ -136,13 +137,17 @@ def _amount(one: Sum) -> str:
     return f"{given} of each of {several(one.size, 'pass')}"
 
 
+def _targets(number: float) -> str:
+    return "1 target" if number == 1 else f"{number:g} targets"
+
+
 def _word(event: Event) -> str:
     """Describe an event in a few words, the same for similar events."""
     match event:
         case Pass():
             counted, losses = count(event), len(main_losses(event))
             of = f" of {losses} losses" if losses > 1 else ""
-            return f"backward{of}" + (f" ({counted:g} targets)" if counted else "")
+            return f"backward{of}" + (f" ({_targets(counted)})" if counted else "")
         case Clipped():
             return f"clip {event.max_norm:g} (norm {event.norm:.3g}, times {event.factor:.3g})"
         case Stepped():

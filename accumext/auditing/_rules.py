@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise, takewhile
 
 from accumext.auditing._events import (
@@ -256,13 +256,13 @@ def _on_skipped(view: View, name: str, words: str) -> Found:
 def processes(view: View) -> Found:
     """Report a DistributedDataParallel that reduces too often, or not enough."""
     sums = [only(events, Pass) for events in _parts_of(view)]
-    vain = max(sums, key=lambda passes: sum(one.sent for one in passes[:-1]), default=[])
-    if wasted := sum(one.sent for one in vain[:-1]):
+    vain = max(map(_reduced_again, sums), key=lambda some: sum(e.sent for e in some), default=[])
+    if wasted := sum(one.sent for one in vain):
         alone = any(one.without_sync for one in vain)
         why = "; no_sync was on in the backward pass, and has to be in the forward pass" * alone
         yield finding(
             "processes.reduced_each", wasted, vain[0].where,
-            f"{len(vain)} passes of a window reduced their gradients, where one has to: "
+            f"{len(vain) + 1} passes of a window reduced their gradients, where one has to: "
             f"{mib(wasted)} per rank for nothing{why}",
             asks=not alone,
         )  # fmt: skip
@@ -277,6 +277,16 @@ def processes(view: View) -> Found:
             "processes.not_reduced", len(differing), view.windows[0].step.where,
             f"the ranks stepped on different gradients of {named(view.record, differing)}",
         )  # fmt: skip
+
+
+def _reduced_again(passes: Sequence[Pass]) -> list[Pass]:
+    """Return the passes all of whose parameters later ones reach, which reduce the whole sum."""
+    found, later = list[Pass](), frozenset[int]()
+    for one in reversed(passes):
+        if one.reached <= later:
+            found.append(one)
+        later |= one.reached
+    return found[::-1]
 
 
 def shared(view: View) -> Found:
@@ -383,8 +393,13 @@ def graphs(record: Record) -> Found:
         cure += "k1=1, k2=1) keeps one step, and truncates the gradient"
     else:
         evidence += f"With one step it is {mib(step)}"
-        cure = "torch.utils.checkpoint around a step, with the same gradient; accumext.tbptt "
-        cure += "keeps k2 steps, and truncates it"
+        exact = (
+            "accumext.decode_loss"
+            if graph.losses > 1 and graph.class_bytes
+            else "torch.utils.checkpoint of a step"
+        )
+        cure = f"{exact} keeps the states alone, with the same gradient; accumext.tbptt keeps k2 "
+        cure += "steps, and truncates it"
     yield finding("memory.graph", graph.bytes, worst.where, evidence, cure=cure)
 
 
@@ -404,6 +419,33 @@ def growth(record: Record) -> Found:
             "memory.growing", len(longest), last.where,
             f"a pass holds the graphs of {len(longest)} passes, {mib(last.graph.bytes)} where the "
             f"first had {mib(first.graph.bytes)}",
+        )  # fmt: skip
+        return
+    through = max(_runs(passes, lambda one: one.shares), key=len, default=[])
+    number = len(through) + 1
+    if number > 2 and len(nodes) == len(set(nodes)):
+        yield finding(
+            "memory.retained", number, through[0].where,
+            f"{number} passes go through one graph, which retain_graph keeps: what they share runs "
+            f"backward {number} times",
+        )  # fmt: skip
+
+
+def _runs(passes: Sequence[Pass], told: Callable[[Pass], bool]) -> list[list[Pass]]:
+    """Return the runs of consecutive passes of which something is told."""
+    return [list(run) for yes, run in groupby(passes, told) if yes]
+
+
+def detached(view: View) -> Found:
+    """Report a recurrent state that is detached from step to step, each with its own pass."""
+    cut = [[one for one in window.passes if one.detached] for window in view.windows]
+    most = max(range(len(cut)), key=lambda i: len(cut[i]))
+    if len(cut[most]) >= _MANY_CALLS:
+        number, passes = len(cut[most]), len(view.windows[most].passes)
+        yield finding(
+            "truncation.detached", number, cut[most][0].where,
+            f"{number} of the {passes} passes of a window begin at a state that was detached from "
+            "the step before: no gradient goes further back",
         )  # fmt: skip
 
 
@@ -472,6 +514,6 @@ def determinism(record: Record) -> Found:
 
 OF_A_VIEW = (  # rules about one optimizer
     nonfinite, scalers, clips, processes, schedules, averages, shared, without_gradient, half_sums,
-    decay,
+    decay, detached,
 )  # fmt: skip
 OF_A_RECORD = (untrained, growth, graphs, truncation, determinism, batch_norms)

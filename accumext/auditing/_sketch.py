@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from accumext.auditing._events import Sketch
-from accumext.auditing._torch_private import is_half, local_part
+from accumext.auditing._torch_private import in_memory, is_half, local_part
 
 SIZE = 8  # numbers of a sketch
 _STRIDE = 1021  # a prime, no usual width: over the rows of a matrix gradients may sum up to zero
@@ -26,8 +26,9 @@ _ROWS = 1024  # rows that are summed at once: copies in float32 stay small
 
 
 def sample(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a few elements of some of these tensors: they change if the tensors are written."""
-    few = tensors[:: max(len(tensors) // _SAMPLED, 1)]
+    """Return a few elements of some of these tensors: they change if the tensors are written.
+    What `fully_shard` has freed until the backward pass has none."""
+    few = [t for t in tensors[:: max(len(tensors) // _SAMPLED, 1)] if in_memory(t)]
     parts = [dense(t).reshape(-1)[:SIZE].to(few[0].device, wide(few[0].device)) for t in few]
     return torch.cat(parts) if parts else torch.zeros(0)
 
@@ -75,8 +76,9 @@ class Sketches:
         self.values = torch.zeros(len(parameters), SIZE, dtype=wide(device), device=device)
         self.present: dict[int, None] = {}  # numbers, in the order in which gradients came
 
-    def add(self, number: int, grad: Tensor) -> None:
-        self.values[number] += sketch(grad).to(self.values)
+    def add(self, number: int, grad: Tensor, earlier: Tensor | float = 0.0) -> None:
+        """Add a gradient; or what was added to a sum that had this sketch earlier."""
+        self.values[number] += (sketch(grad) - earlier).to(self.values)
         self.present[number] = None
 
     def on_host(self, size: int) -> Sketch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -160,7 +161,8 @@ class Steps:
         if max(counts) >= _FOR_OTHERS * self._windows or min(counts) >= self._windows:
             self.close()
             if self._stops:
-                raise Done
+                here = threading.current_thread() is threading.main_thread()
+                raise Done if here else SystemExit  # which ends a thread without a traceback
 
     def _before_step(self, stepping: Any, args: Any, kwargs: Any) -> Any:
         if not self._journal.watching:

@@ -127,6 +127,11 @@ class Sum:
         return all(loss.reduction == "sum" for loss in self._losses())
 
     @property
+    def has_given(self) -> bool:
+        """Whether a pass began at a gradient that the loop gave it."""
+        return not all(part.of.scalar for part in self.parts)
+
+    @property
     def judged(self) -> bool:
         """Whether the weights of the losses are known."""
         return bool(self.weights())

@@ -7,8 +7,10 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import _VF, Tensor, nn
 from torch.amp import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 # How often a tensor was written, also through views and under no_grad; not through `.data`.
@@ -26,6 +28,11 @@ CLIPS: tuple[tuple[Any, str], ...] = (
     (nn.utils, "clip_grads_with_norm_"),
 )
 
+VF: Any = _VF
+# What recurrent modules call, as attributes of `VF`; `batch_sizes` stand in a state's place.
+RECURRENT = ("gru", "lstm", "rnn_relu", "rnn_tanh",
+             "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell")  # fmt: skip
+
 
 def is_half(tensor: Tensor) -> bool:
     return tensor.dtype in (torch.float16, torch.bfloat16)
@@ -40,6 +47,12 @@ def local_part(tensor: Any) -> Tensor:
     """Return a DTensor's part on this process, without a copy: `to_local()` waits for others."""
     part: Tensor = tensor._local_tensor if is_dtensor(tensor) else tensor
     return part
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Tell whether a tensor has its elements: `fully_shard` frees gathered parameters."""
+    part = local_part(tensor)
+    return part.layout is not torch.strided or part.untyped_storage().size() > 0 or not part.numel()
 
 
 def leaf_of(node: Any) -> Tensor | None:

@@ -141,9 +141,13 @@ parameters.no_gradient: parameters without gradient
   use them in the loss, or leave them out of the optimizer
   right if they are used later, in other windows, or frozen on purpose
 memory.growing: graphs that grow from pass to pass
-  detach what one pass hands to the next, such as a recurrent state, and leave out retain_graph;
-  accumext.tbptt does both
+  accumext.decode_loss, with all of the gradient in one pass; or leave out retain_graph, and detach
+  what one pass hands to the next, such as a recurrent state, as accumext.tbptt does
   right if gradients shall flow through all of them
+memory.retained: many passes through one graph
+  accumext.chunked_loss if a head runs in slices: the rest then runs backward once; by hand, run the
+  slices on features.detach().requires_grad_(), and features.backward() once with its .grad
+  right if what the passes share is cheap
 memory.losses_summed: several losses in one graph
   backward() on each of them by itself, divided by their number
   right if the memory is there, or they are terms of one loss
@@ -157,6 +161,10 @@ truncation.distance: truncated gradient
   accumext.decode_loss: the exact gradient, in memory that does not grow with the logits; or a
   longer k2
   right if so near is near enough
+truncation.detached: state detached between passes
+  accumext.decode_loss, whose gradient is exact, and which keeps no logits; or accumext.tbptt(k1=1),
+  which is this loop: the audit then measures how far its gradient is from the exact one
+  right if so short a memory is meant
 determinism.differs: runs differ
   seed every generator and the loader's workers; torch.use_deterministic_algorithms(True) names
   operations that are not deterministic

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from importlib.util import find_spec
@@ -17,6 +18,15 @@ from accumext.auditing._audit import Audit, ids_of, verdict
 from accumext.auditing._lines import is_own
 from accumext.auditing._observe import Observer
 from accumext.auditing._steps import Done
+
+_CURES = {  # of errors of torch that end a script, by words of theirs
+    "Trying to backward through the graph a second time": "time steps tied by a state need one "
+    "pass for all of them, accumext.decode_loss, or a detached state, accumext.tbptt(k1=1); slices "
+    "of a head, which share their features, need accumext.chunked_loss",
+    "modified by an inplace operation": "a step of the optimizer, or a write into a state, came "
+    "between forward and backward; step after the last backward pass, and make new tensors by "
+    "torch.where",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,10 +106,18 @@ def _run(args: argparse.Namespace, against: Audit | None) -> Audit:
             except SystemExit as end:
                 if end.code not in (None, 0):
                     raise
-    except BaseException:
+    except BaseException as error:
         with suppress(RuntimeError):  # the audit could not be closed
             if seen.judgement.seen:
                 print(seen)
+        for words, cure in _CURES.items():
+            if words in str(error):
+                lines = f"{words}: {cure}. See docs/troubleshooting.md, under these words"
+                print("\naccumext audit: the script ends with an error whose cure is known")
+                print(
+                    *textwrap.wrap(lines, 98, initial_indent="   ", subsequent_indent="   "),
+                    sep="\n",
+                )
         raise
     finally:
         sys.argv, sys.path[:] = argv, path

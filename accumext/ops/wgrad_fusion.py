@@ -20,6 +20,8 @@ from torch import Tensor
 from accumext.tensors.torch_private import gradient_hooks
 
 _OWNER = "_main_grad_owner"
+# Called by `destination` with a parameter and its sum, before an operator adds to that: an audit.
+observers: list[Callable[[Tensor, Tensor], None]] = []
 
 
 class Holder(Protocol):
@@ -103,6 +105,8 @@ def destination(parameter: Tensor, dtype: torch.dtype) -> Tensor | None:
     main_grad = None if lookup is None else lookup(parameter)
     if main_grad is None or main_grad.dtype != dtype or not main_grad.is_contiguous():
         return None
+    for see in observers:
+        see(parameter, main_grad)
     return main_grad
 
 

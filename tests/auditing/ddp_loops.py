@@ -12,6 +12,7 @@ from audited import Batch, N, Watch, network, of_labels, of_rows, sgd, stepping,
 from by_definition import Plain
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import accumext
@@ -113,6 +114,25 @@ def wrapper(rank: int, world: int, watch: Watch) -> None:
             optimizer.step()
 
 
+def in_parts(rank: int, world: int, watch: Watch) -> None:
+    """A trunk and a head in DistributedDataParallel of their own, the head in slices: each of its
+    passes reduces its gradients, that of the trunk once."""
+    model = network()
+    whole = nn.Sequential(model)  # has both, so that no replica has all
+    trunk, head = DistributedDataParallel(model[:1]), DistributedDataParallel(model[1:])
+    optimizer = sgd(whole)
+    with watch(whole, optimizer):
+        for batches in audited.windows_of(share(rank, world)):
+            x, y = (torch.cat(some) for some in zip(*batches, strict=True))
+            features = trunk(x)
+            leaf = features.detach().requires_grad_()
+            for part, target in zip(leaf.chunk(N), y.chunk(N), strict=True):
+                (cross_entropy(head(part), target) / N).backward()
+            features.backward(leaf.grad)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def seen(audit: Audit, watched: nn.Module, plain: nn.Module, **more: Any) -> dict[str, Any]:
     """What is said, and the parameters with the audit and without."""
 
@@ -177,6 +197,7 @@ SCENARIOS = {
     "sharded, undivided": partial(sharded, divisor=1),
     "mean_of_each_rank": partial(scenario, loop=mean_of_each_rank, given="ddp"),
     "backward_alone": partial(scenario, loop=backward_alone, given="ddp"),
+    "in_parts": partial(scenario, loop=in_parts, given="none"),
     **{f"every_time-{given}": partial(scenario, loop=every_time, given=given) for given in GIVEN},
     **{f"never-{given}": partial(scenario, loop=never, given=given) for given in GIVEN},
 }
@@ -184,9 +205,11 @@ ALL = {**SCENARIOS, "stopped": stopped}
 
 # Of one process, in float32: as many bytes as its gradients have, for all passes but the last.
 IN_VAIN = (N - 1) * 4 * sum(parameter.numel() for parameter in network().parameters())
+IN_VAIN_OF_HEAD = (N - 1) * 4 * sum(p.numel() for p in network()[1:].parameters())
 # Scenario -> the id of its mistake, how large that is, and whether it is a question.
 WRONG_PROCESSES = {
     "backward_alone": ("processes.reduced_each", IN_VAIN, False),
+    "in_parts": ("processes.reduced_each", IN_VAIN_OF_HEAD, True),
     "mean_of_each_rank": ("processes.unequal_counts", COUNTS[0] / COUNTS[1], True),
     "sharded, undivided": ("accumulation.divisor_missing", N, True),
     **{f"every_time-{given}": ("processes.reduced_each", IN_VAIN, True) for given in GIVEN},

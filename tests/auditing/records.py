@@ -282,6 +282,19 @@ def holding(*held: int, **changes: Any) -> Record:
     return record(window([replace(one, graph=g) for one, g in zip(of, graphs, strict=True)]))
 
 
+def retaining(*shares: bool, **changes: Any) -> Record:
+    """A window of passes that go through nodes of the one before, or not."""
+    return record(window([backward(1 / len(shares), shares=one, **changes) for one in shares]))
+
+
+def detaching(*steps: int) -> Record:
+    """Windows, each of a sentence's first pass, and as many whose states were detached."""
+    sentence = {n: [False] + [True] * n for n in steps}
+    return record(*(
+        window([backward(1 / (n + 1), detached=cut) for cut in sentence[n]]) for n in steps
+    ))  # fmt: skip
+
+
 def half(error: float, once: float, *clips, factor: float = 1.0, factors=1.0) -> Record:
     of = passes(QUARTERS, [None] * 4)
     stepped = half_step(total(of, factors) * factor, error, once, factor)

@@ -27,6 +27,7 @@ from records import (
     backward,
     call,
     clip,
+    detaching,
     generator_and_critic,
     graph,
     half,
@@ -45,6 +46,7 @@ from records import (
     reached,
     record,
     rerun,
+    retaining,
     scaled,
     skipped,
     step,
@@ -304,6 +306,10 @@ QUESTIONS: list[tuple[Any, ...]] = [
      record(
          of := [backward(scale=SCALE, count=None)],
          half_step(total(of, 1 / SCALE), 8e-3, 1e-3, 1 / SCALE), half=BOTH)),
+    ("memory.retained", 3, LOOP, retaining(False, True, True),
+     "3 passes go through one graph, which retain_graph keeps", "runs backward 3 times"),
+    ("truncation.detached", 16, LOOP, detaching(4, 16),
+     "16 of the 17 passes of a window begin at a state that was detached"),
     ("truncation.distance", 0.1234, "train.py:5",
      record(truncated(0.1), truncated(0.1234), window([backward()])),
      "k1=5, k2=5 of 50 steps: 0.123 from the exact gradient"),
@@ -638,6 +644,13 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
         "one loss that flows back again": record(
             list(holding(0, 1, 2, losses=[loss(node=-5)]).events[:3]), step(random_sketch())),
     },
+    "memory.retained": {
+        "two passes": retaining(False, True),
+        "graphs of their own": retaining(False, True, False, True, False),
+        "one loss that flows back again": record(
+            list(retaining(False, True, True, losses=[loss(node=-5)]).events[:3]),
+            step(random_sketch())),
+    },
     "memory.losses_summed": {
         "less than the parameters": graph(4, 1300, losses=4, separate=True),
         "one loss": graph(4, 4000, separate=True),
@@ -662,6 +675,10 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
         "scaled yet, for a fused optimizer": record(
             of := [backward(scale=SCALE, count=None)],
             replace(half_step(total(of), 1e-3, 1e-3), used=total(of, 1 / SCALE)), half=BOTH),
+    },
+    "truncation.detached": {
+        "fifteen steps": detaching(15),
+        "in another window": detaching(8, 8, 8),
     },
     "truncation.distance": {
         "below the threshold": record(truncated(9e-3), window([backward()])),

@@ -137,7 +137,7 @@ def test_nothing_was_seen(script, capsys):
     err = capsys.readouterr().err
     assert err.startswith("accumext audit: nothing was judged: 0 steps after 12 backward passes\n")
     assert "seen  steps of optimizers of torch: none" in err
-    assert "an optimizer that is no torch.optim.Optimizer" in err
+    assert "no step of a torch.optim.Optimizer ran: run as far as one" in err
     assert not path.with_name("audit.json").exists()
 
 
@@ -397,3 +397,60 @@ def test_a_script_that_ends_well_is_reported(end, script, capsys):
     """Also where it is done sooner"""
     assert audit(script(steps=2, clear="pass", end=end)) == 1
     assert "in 2 windows of 4 backward passes" in capsys.readouterr().out
+
+
+@pytest.mark.process
+def test_a_loop_in_a_thread_ends_quietly(script):
+    """Its windows are complete, and the report comes without a traceback of the thread"""
+    path = script()
+    body = textwrap.indent(path.read_text(), "    ")
+    start = "import threading\nthread = threading.Thread(target=loop)\nthread.start()\nthread.join()"
+    path.write_text(f"def loop():\n{body}\n{start}\nprint('joined')\n")
+    done = run_script("-m", "accumext", "audit", "--windows=2", path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.index("joined") < done.stdout.index("no findings in 2 windows")
+
+
+DIES = {  # a loop that torch ends, and what the cure names
+    "a state that is not detached": (
+        "model = nn.GRUCell(4, 4)",
+        "state = torch.zeros(8, 4)",
+        "state = model(x, state); loss = state.square().mean()",
+        "Trying to backward through the graph a second time",
+        ("accumext.decode_loss", "accumext.tbptt(k1=1)", "accumext.chunked_loss"),
+    ),
+    "a step between forward and backward": (
+        "model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))",
+        "kept = []",
+        "kept.append(model(x).square().mean()); loss = kept[0] if len(kept) < 2 else kept[1]; "
+        "optimizer.step()",
+        "modified by an inplace operation",
+        ("step after the last backward pass", "torch.where"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIES)
+def test_the_cure_of_an_error_that_is_known(name, tmp_path, capsys):
+    """Before its traceback, also where no step was seen: by which call, and where more is said"""
+    model, before, loop, error, named = DIES[name]
+    path = tmp_path / "dies.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n"
+        f"{model}\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n{before}\n"
+        f"for _ in range(3):\n    x = torch.randn(8, 4)\n    {loop}\n    loss.backward()\n"
+    )
+    with pytest.raises(RuntimeError, match=error):
+        audit(path)
+    words = " ".join(capsys.readouterr().out.split())
+    assert "the script ends with an error whose cure is known" in words
+    assert all(name in words for name in named)
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    assert any(line.startswith("## ") and error in line for line in page.read_text().splitlines())
+    assert "See docs/troubleshooting.md, under these words" in words
+
+
+def test_another_error_has_no_cure(script, capsys):
+    with pytest.raises(KeyError):
+        audit(script(steps=1, end="raise KeyError('backward')"))
+    assert "whose cure is known" not in capsys.readouterr().out

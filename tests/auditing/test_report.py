@@ -459,9 +459,9 @@ def test_a_file_that_is_not_there_is_no_id():
 
 NOTHING = {
     "no step": (lambda: record(passes(QUARTERS)), "0 steps after 4 backward passes", "none",
-                "why  no step ran, or only those of an optimizer that is no torch.optim.Optimizer"),
+                "why  no step of a torch.optim.Optimizer ran: run as far as one"),
     "nothing": (record, "0 steps after 0 backward passes", "none",
-                "why  no step ran, or only those of an optimizer that is no torch.optim.Optimizer"),
+                "why  no step of a torch.optim.Optimizer ran: run as far as one"),
     "another steps": (
         lambda: record(passes(QUARTERS), steps=(("SGD", 3), ("Adam", 1)), asked="AdamW"),
         "0 steps of AdamW after 4 backward passes", r"SGD \(3\), Adam \(1\)",

@@ -48,11 +48,13 @@ def test_a_recipe_with_a_process_group(tmp_path):
     assert windows == 4
 
 
-ASKED = {  # some keep the graphs of all steps of a sentence, tbptt(k1=1) truncates
+ASKED = {  # some keep the graphs of all steps of a sentence, others truncate
     ("greedy_decoder", "before"): {"memory.graph"},
     ("backward_once", "before"): {"memory.graph"},
     ("backward_once", "after"): {"memory.graph"},
+    ("backward_per_token", "before"): {"truncation.detached"},
     ("backward_per_token", "after"): {"truncation.distance"},
+    ("head_slices", "before"): {"memory.retained"},
 }
 PROGRAMS = {  # examples and recipes of one process, and what those need
     "what_accumulation_is": "torch",
