@@ -88,9 +88,10 @@ def _nothing(record: Record) -> Iterable[str]:
         advice = (
             "no step of a torch.optim.Optimizer ran: run as far as one. A loop that writes "
             "w -= lr * w.grad by itself does the same with torch.optim.SGD([w], lr=lr), step() and "
-            "zero_grad(). Optimizers of Keras, thinc and fastai are not seen"
+            "zero_grad(). Not seen: processes that the script starts (torchrun -m accumext audit), "
+            "and optimizers of Keras, thinc and fastai"
         )
-    yield from _wrapped(label, advice, 3)
+    yield from _wrapped(label, advice, 4)
 
 
 def _passes(views: list[View]) -> list[Pass]:

@@ -404,7 +404,7 @@ def test_a_loop_in_a_thread_ends_quietly(script):
     """Its windows are complete, and the report comes without a traceback of the thread"""
     path = script()
     body = textwrap.indent(path.read_text(), "    ")
-    start = "import threading\nthread = threading.Thread(target=loop)\nthread.start()\nthread.join()"
+    start = "from threading import Thread\nt = Thread(target=loop)\nt.start()\nt.join()"
     path.write_text(f"def loop():\n{body}\n{start}\nprint('joined')\n")
     done = run_script("-m", "accumext", "audit", "--windows=2", path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -42,6 +42,7 @@ def test_the_auditor_stands_outside():
         if own:
             assert inside <= {n for n in MODULES if n.startswith("accumext.auditing")} | {
                 "accumext",
+                "accumext.ops.wgrad_fusion",  # its observers
                 "accumext.recurrence.observing",
             }, path
         elif path.name != "__main__.py":

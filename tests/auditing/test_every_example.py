@@ -1,0 +1,82 @@
+"""`python -m accumext audit` of every script in `examples/`: its status, and what it says.
+
+The loops of `examples/from_your_loop`, which are functions, are in `test_right_programs.py`.
+"""
+
+import re
+
+import pytest
+from support import ROOT
+from support.programs import run_script
+
+SMALL = ("--vocabulary", "500", "--length", "24")
+DECAY, GRAPH, NOTHING = "optimizer.decay", "memory.graph", "nothing"
+OTHERS = "parameters.no_optimizer"  # of the model that it is compared with
+# Script: packages beside torch, the ids of what is said, arguments. Status 1: `accumulation.*`.
+SAID: dict[str, tuple[tuple[str, ...], set[str], tuple[str, ...]]] = {
+    "backward_per_token": ((), set(), ()),
+    "bfloat16_masters": ((), {DECAY}, ()),
+    "head_in_slices": ((), {NOTHING}, ()),  # processes that it starts have the steps
+    "is_my_loop_right": ((), {GRAPH, DECAY}, SMALL),
+    "rnn_with_amp": ((), {GRAPH, "truncation.distance", DECAY}, SMALL),
+    "tutorial_loop": ((), {"accumulation.partial"}, ()),  # the tutorial's way, to be compared
+    "what_accumulation_is": ((), set(), ()),
+    "auditing/with_lightning": (("lightning",), {"accumulation.partial"}, ()),  # is its point
+    "auditing/with_trainer": (("transformers",), {"accumulation.divisor_missing"}, ()),
+    "programs/attention_seq2seq": ((), {NOTHING}, ()),  # gradients are compared, without a step
+    "programs/comparison": ((), {NOTHING}, ()),
+    "programs/lstm_seq2seq": ((), {NOTHING}, ()),
+    "programs/recurrent_forecaster": ((), {NOTHING}, ()),
+    "programs/self_critical_captioner": ((), {OTHERS, GRAPH}, ()),
+    "programs/transformer_decoder": ((), {NOTHING}, ()),
+    "programs/word_language_model": ((), {OTHERS}, ()),
+    "recipes/plain_pytorch": ((), {DECAY}, ()),
+    "recipes/skipping_large_norms": ((), {DECAY}, ()),
+    "recipes/with_accelerate": (("accelerate",), {DECAY}, ()),
+    "recipes/with_ddp": ((), {DECAY}, ()),
+    "recipes/with_fabric": (("lightning",), set(), ()),
+    "recipes/with_ignite": (("ignite",), {DECAY}, ()),
+    "recipes/with_lightning": (("lightning",), {DECAY}, ()),
+    "recipes/with_lightning_manual": (("lightning",), {DECAY}, ()),
+    "recipes/with_tensorboard": (("tensorboard",), {DECAY}, ()),
+    "recipes/with_torchrun_elastic": ((), {DECAY}, ()),
+    "recipes/with_trainer": (("transformers",), {DECAY}, ()),
+}
+NO_EXTRA_OF_OURS = {  # `bench/trainers --audit` runs these packages under the auditor
+    f"recipes/with_{name}"
+    for name in ("composer", "darts", "deepspeed", "fastai", "neuralforecast", "skorch",
+                 "speechbrain", "stable_baselines3", "timm")
+}  # fmt: skip
+
+
+def test_no_script_is_left_out():
+    folder = ROOT / "examples"
+    there = {
+        str(path.relative_to(folder).with_suffix(""))
+        for where in (".", "auditing", "programs", "recipes")
+        for path in (folder / where).glob("*.py")
+    }
+    assert there == SAID.keys() | NO_EXTRA_OF_OURS
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("name", SAID)
+def test_what_the_command_says(name, tmp_path):
+    packages, ids, arguments = SAID[name]
+    for package in packages:
+        pytest.importorskip(package)
+    script = ROOT / "examples" / f"{name}.py"
+    done = run_script("-m", "accumext", "audit", script, *arguments, cwd=tmp_path)
+    assert "Traceback" not in done.stderr, done.stderr
+    if ids == {NOTHING}:
+        assert done.returncode == 2
+        assert "nothing was judged: 0 steps after" in done.stderr
+        return
+    is_finding = any(id.startswith("accumulation.partial") for id in ids)
+    assert done.returncode == int(is_finding), done.stdout
+    report = done.stdout[done.stdout.index("accumext audit: ") :]
+    listed = set(re.findall(r"^(?:\?|\d\.) .*  ([a-z]+\.[a-z_]+)$", report, re.MULTILINE))
+    more = re.search(r"^and: (.*)$", report, re.MULTILINE)
+    assert listed | ({DECAY} if more and "decay" in more[1] else set()) == ids, report
+    assert re.search(r"gradient: (1|[\d.]+) times the mean of", report), report
+    assert len(report.strip().splitlines()) <= 30
