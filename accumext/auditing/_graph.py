@@ -309,7 +309,8 @@ class SavedTensors:
         if parameter is not None:
             calls, (first, last) = self._uses[parameter], self._at[parameter]
         memories = list(self._held.values())
-        classes = sum(memory.bytes for memory in memories if memory.width == losses.classes)
+        logits = [memory for memory in memories if memory.width == losses.classes > 0]
+        classes = sum(memory.bytes for memory in logits)
         held = len({memory.born for memory in memories} - {self._passes})
         self._passes += 1
         per_call = (last - first) / max(calls - 1, 1)

@@ -86,12 +86,12 @@ def _nothing(record: Record) -> Iterable[str]:
     else:
         label = "why"
         advice = (
-            "no step of a torch.optim.Optimizer ran: run as far as one. A loop that writes "
-            "w -= lr * w.grad by itself does the same with torch.optim.SGD([w], lr=lr), step() and "
-            "zero_grad(). Not seen: processes that the script starts (torchrun -m accumext audit), "
-            "and optimizers of Keras, thinc and fastai"
+            "no step of a torch.optim.Optimizer ran: run as far as one. In place of w -= lr * "
+            "w.grad write torch.optim.SGD([w], lr=lr), step() and zero_grad(). Not seen: processes "
+            "that the script starts (torchrun -m accumext audit), optimizers of Keras, thinc and "
+            "fastai"
         )
-    yield from _wrapped(label, advice, 4)
+    yield from _wrapped(label, advice, 3)
 
 
 def _passes(views: list[View]) -> list[Pass]:

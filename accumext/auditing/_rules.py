@@ -403,6 +403,21 @@ def graphs(record: Record) -> Found:
     yield finding("memory.graph", graph.bytes, worst.where, evidence, cure=cure)
 
 
+def logits(record: Record) -> Found:
+    """Report a pass, of no time loop, that keeps more of logits than of all else."""
+    passes = [one for one in only(record.events, Pass) if one.graph.calls < _MANY_CALLS]
+    worst = max(passes, key=lambda one: one.graph.class_bytes, default=None)
+    if worst is None or worst.graph.losses > 1:  # of many losses `graphs` speaks
+        return
+    kept = worst.graph.class_bytes
+    if kept > max(record.bytes, worst.graph.bytes / 2):
+        yield finding(
+            "memory.logits", kept, worst.where,
+            f"{mib(kept)} of the {mib(worst.graph.bytes)} that a pass keeps have an element per "
+            f"class; all parameters have {mib(record.bytes)}",
+        )  # fmt: skip
+
+
 def growth(record: Record) -> Found:
     """Report graphs that hold the graphs of earlier passes."""
     run: list[Pass] = []
@@ -516,4 +531,4 @@ OF_A_VIEW = (  # rules about one optimizer
     nonfinite, scalers, clips, processes, schedules, averages, shared, without_gradient, half_sums,
     decay, detached,
 )  # fmt: skip
-OF_A_RECORD = (untrained, growth, graphs, truncation, determinism, batch_norms)
+OF_A_RECORD = (untrained, growth, graphs, logits, truncation, determinism, batch_norms)

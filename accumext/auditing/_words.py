@@ -153,6 +153,10 @@ memory.losses_summed: several losses in one graph
   right if the memory is there, or they are terms of one loss
 memory.graph: one graph over many steps
   right if the memory is there
+memory.logits: logits of a whole batch
+  accumext.chunked_loss, which runs head and loss slice by slice, with the same gradient; or smaller
+  micro-batches and AccumulatingOptimizer
+  right if the memory is there
 precision.sum: sum in half precision
   sum in float32: AccumulatingOptimizer does, and accumext.masters keeps the sum unrounded for the
   step

@@ -297,6 +297,8 @@ QUESTIONS: list[tuple[Any, ...]] = [
     ("memory.graph", 16384, LOOP, graph(16, 16 * 1024, classes=0.75),
      "keeps 16 KiB for 16 steps", "12 KiB of it has an element per",
      "Without logits it is 4.75 KiB, with one step 1 KiB"),
+    ("memory.logits", 12_288, LOOP, graph(1, 16 * 1024, classes=0.75),
+     "12 KiB of the 16 KiB that a pass keeps have an element per class"),
     ("precision.sum", 8e-3, STEP, half(8e-3, 1e-3),
      "sum of 4 gradients in 2 parameters is 0.008", "3.0 bits lost"),
     ("precision.sum", 2.1e-3, STEP, half(2.1e-3, 1e-3)),
@@ -660,6 +662,11 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
         "fifteen calls": graph(15, 16_000),
         "smaller than the parameters": graph(16, 1060),
         "more losses than calls": graph(4, 4000, losses=5),
+    },
+    "memory.logits": {
+        "less than half": graph(1, 16 * 1024, classes=0.49),
+        "less than the parameters": graph(1, 1060, classes=0.9),
+        "of many losses": graph(1, 16 * 1024, classes=0.75, losses=4),
     },
     "precision.sum": {
         "one bit": half(1.9e-3, 1e-3),

@@ -29,7 +29,7 @@ SAID: dict[str, tuple[tuple[str, ...], set[str], tuple[str, ...]]] = {
     "programs/recurrent_forecaster": ((), {NOTHING}, ()),
     "programs/self_critical_captioner": ((), {OTHERS, GRAPH}, ()),
     "programs/transformer_decoder": ((), {NOTHING}, ()),
-    "programs/word_language_model": ((), {OTHERS}, ()),
+    "programs/word_language_model": ((), {OTHERS, "memory.logits"}, ()),
     "recipes/plain_pytorch": ((), {DECAY}, ()),
     "recipes/skipping_large_norms": ((), {DECAY}, ()),
     "recipes/with_accelerate": (("accelerate",), {DECAY}, ()),
