@@ -168,12 +168,16 @@ def _said(
     shown = some(dict.fromkeys(f"{c:.4g}" for c in factors), 4)
     known = "" if not sums[0].judged or sums[0].certain else "if each loss is a mean, "
     of = "the mean over" if sums[0].judged and means else "what a window of its size should have of"
+    one = sums[0].judged and means and len(factors) == len(given) == 1 and not full
+    first = sums[0].parts[0].of
+    divisor = abs(worst * first.scale / (first.coefficient or 1.0))
+    right = f"; divided by {divisor:.4g} each, they give the mean" if one else ""
     return finding(
         f"accumulation.{id}", worst, sums[0].kind,
         f"{known}the gradient is {shown} times {of} "
         f"the {sizes} {'micro-batch' if sizes == '1' else 'micro-batches'} of "
         f"{numbered(one.window for one in sums)}; their losses were multiplied by "
-        f"{some(sorted(given))}" + (f", as in a window of {full}" if full else ""),
+        f"{some(sorted(given))}" + (f", as in a window of {full}" if full else "") + right,
         asks,
     )  # fmt: skip
 
