@@ -9,6 +9,8 @@ import pytest
 from support import ROOT
 from support.programs import run_script
 
+from accumext.auditing._words import KINDS
+
 SMALL = ("--vocabulary", "500", "--length", "24")
 DECAY, GRAPH, NOTHING = "optimizer.decay", "memory.graph", "nothing"
 OTHERS = "parameters.no_optimizer"  # of the model that it is compared with
@@ -80,3 +82,26 @@ def test_what_the_command_says(name, tmp_path):
     assert listed | ({DECAY} if more and "decay" in more[1] else set()) == ids, report
     assert re.search(r"gradient: (1|[\d.]+) times the mean of", report), report
     assert len(report.strip().splitlines()) <= 30
+
+
+PAGE = (ROOT / "docs" / "audit.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.process
+def test_the_page_shows_what_is_printed():
+    """The report of question 1, and every id of a finding in the table"""
+    command = "python -m accumext audit --windows 2 examples/is_my_loop_right.py"
+    shown = PAGE.split(f"$ {command}\n")[1].split("```")[0]
+    done = run_script(*command.split()[1:])
+    assert (done.stdout, done.returncode) == (shown, 0)
+
+
+def test_every_id_is_in_the_table_of_the_page():
+    rows = [line.split(" | ") for line in PAGE.split("| id | what it is")[1].splitlines()]
+    listed = set()
+    for cells in rows[2:]:
+        if not cells[0].startswith("| `"):
+            break
+        first, *more = re.findall(r"`([a-z_.]+)`", cells[0])
+        listed |= {first, *(first.split(".")[0] * one.startswith(".") + one for one in more)}
+    assert listed == set(KINDS)
