@@ -45,7 +45,7 @@ def pack(window: Window, through_backward: bool) -> dict[str, Any]:
         "main_grads": {i: main.detach().clone() for i, main in sums.items()},
         "micro_batches": window.ledger.micro_batches,
         "held_back": window.unreduced,
-        "through_backward": through_backward,
+        "through_backward": through_backward and bool(sums),
         **{k: v.detach().clone() if on_device(v) else v for k, v in numbers.items()},
     }
 

@@ -182,8 +182,8 @@ def test_a_run_that_is_moved_goes_on_bit_for_bit(move, dtype, scaled, on_nonfini
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("move", MOVES)
 def test_a_decoder_that_is_moved_goes_on_bit_for_bit(move, dtype, middle, through):
-    """`decode_loss` adds the head's gradient to the window's sum, or returns it, which rounds
-    otherwise: after a move it takes the way that it would have taken"""
+    """`decode_loss` in a run that is copied, pickled or saved inside a window: bit for bit, too"""
+    # It adds the head's gradient to the window's sum, or returns it, which rounds otherwise.
 
     def made():
         torch.manual_seed(0)
