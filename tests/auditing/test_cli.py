@@ -454,3 +454,54 @@ def test_another_error_has_no_cure(script, capsys):
     with pytest.raises(KeyError):
         audit(script(steps=1, end="raise KeyError('backward')"))
     assert "whose cure is known" not in capsys.readouterr().out
+
+
+WRAPPED = """
+import sys
+import accumext, torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+torch.manual_seed(0)
+model = nn.ModuleList([nn.Embedding(20, 8), nn.GRUCell(8, 8), nn.Linear(8, 20)])
+opt = accumext.AccumulatingOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), window=2)
+def step(token, state):
+    state = model[1](model[0](token), state)
+    {in_step}
+    return model[2](state), state
+for i in range({number}):
+    targets, state = torch.randint(20, (3, 4)), torch.zeros(4, 8)
+    with opt.micro_batch():
+        accumext.tbptt(step, targets, state, criterion=cross_entropy, k1=3, backward=opt.backward)
+        {in_block}
+    opt.step()
+{end}
+"""
+WRAPPED_ENDS = {  # in what the script ends, if i is its last: exit status, or what it raises
+    "at its end": ({}, 0),
+    "by an exit": ({"end": "sys.exit()"}, 0),
+    "without its optimizer": ({"end": "del opt, model, step"}, 0),
+    "by an exit inside a micro-batch": ({"in_block": "if i == {last}: sys.exit()"}, 0),
+    "by an error inside a micro-batch": ({"in_block": "if i == {last}: raise KeyError"}, KeyError),
+    "by an error inside tbptt": ({"in_step": "if i == {last}: raise KeyError"}, KeyError),
+}
+
+
+@pytest.mark.parametrize("number", [3, 4, 5])
+@pytest.mark.parametrize("name", WRAPPED_ENDS)
+def test_a_script_with_a_wrapper_that_ends_around_the_last_window(name, number, tmp_path, capsys):
+    """Two windows of two micro-batches are observed, the wrapper says of a window only when the
+    next call comes that it is complete: whatever comes first, the report is that of what ran"""
+    parts, end = WRAPPED_ENDS[name]
+    given = dict.fromkeys(("in_step", "in_block"), "pass") | {"end": ""}
+    given |= {k: v.format(last=number - 1) for k, v in parts.items()}
+    path = tmp_path / "wrapped.py"
+    path.write_text(WRAPPED.format(number=number, **given))
+    whole = number if name in ("at its end", "by an exit", "without its optimizer") else number - 1
+    if end == 0 or number == 5:  # of the fifth micro-batch nothing runs
+        assert audit("--windows=2", path) == 0
+    else:
+        with pytest.raises(end):
+            audit("--windows=2", path)
+    windows = whole // 2
+    words = f"in {windows} window{'s' * (windows > 1)} of {2 * windows} backward passes"
+    assert words in capsys.readouterr().out
