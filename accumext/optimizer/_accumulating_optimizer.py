@@ -479,11 +479,10 @@ class AccumulatingOptimizer(OptimizerProxy):
         engine = self._engine
         engine.refuse(op)
         parameters, scaler = engine.tensors.parameters(), engine.settings.scaler
-        window = unpack(op, state_dict, parameters)
+        window, through = unpack(op, state_dict, parameters)
         if any(main is not None for main in window.sums):
             create_scale(scaler, parameters[0].device)
         engine.drop(window._replace(sums=engine.tensors.send(list(window.sums))()))
-        through = state_dict["through_backward"]
         engine.update(saved=window.ledger.micro_batches, through_backward=through)
 
     def __getattr__(self, name: str) -> Any:

@@ -50,10 +50,12 @@ def pack(window: Window, through_backward: bool) -> dict[str, Any]:
     }
 
 
-def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
-    """Return the checked window that `pack` copied, on the devices of the parameters."""
+def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> tuple[Window, bool]:
+    """Return the checked window that `pack` copied, on the devices of the parameters; and whether
+    its latest micro-batch came through `backward`, which version 0.1.0 did not save."""
     if not isinstance(packed, dict):
         fail_type(op, "state_dict", "be a dict", type_name(packed))
+    packed = {"through_backward": False, **packed}
     if set(packed) != _KEYS:
         advice = "Pass what accumulation_state_dict() returned; state_dict() has no open window"
         keys = sorted(map(str, packed))
@@ -71,7 +73,8 @@ def unpack(op: str, packed: Any, parameters: Sequence[Tensor]) -> Window:
     numbers["found_inf"] = 0.0 if found is None else to_host_if_free((found != 0).double())
     window = NO_WINDOW.of(parameters)
     ledger = Ledger(micro_batches=count, **numbers)
-    return window._replace(sums=sums, ledger=ledger, norm=norm, unreduced=held_back)
+    window = window._replace(sums=sums, ledger=ledger, norm=norm, unreduced=held_back)
+    return window, packed["through_backward"]
 
 
 def _unpacked_sums(op: str, sums: Any, parameters: Sequence[Tensor]) -> list[Tensor | None]:

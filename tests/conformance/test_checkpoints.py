@@ -177,6 +177,21 @@ def test_a_run_that_is_moved_goes_on_bit_for_bit(move, dtype, scaled, on_nonfini
         assert_close(parameters_of(model), expected)
 
 
+def test_an_open_window_that_version_0_1_saved_is_loaded():
+    """It did not save how the latest micro-batch came"""
+    model = make_model()
+    opt = wrapped(model)
+    oracle.run(opt, model, BATCHES[:1])
+    saved = opt.accumulation_state_dict()
+    del saved["through_backward"]
+    twin = wrapped(model)
+    twin.load_accumulation_state_dict(saved)
+    for parameter in model.parameters():
+        assert torch.equal(twin.main_grad(parameter), opt.main_grad(parameter))
+    twin.discard()
+    opt.discard()
+
+
 @pytest.mark.parametrize("through", ["opt.backward", "loss.backward"])
 @pytest.mark.parametrize("middle", [4, 5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
