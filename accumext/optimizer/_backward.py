@@ -51,7 +51,7 @@ from accumext.tensors.checks import (
     type_name,
     where_the_loss_is,
 )
-from accumext.tensors.kinds import HALF_DTYPES, versions
+from accumext.tensors.kinds import HALF_DTYPES
 from accumext.tensors.scalars import Scalar, divide, equals, on_device
 
 _BACKWARD = f"{OP}.backward"
@@ -192,9 +192,8 @@ def run_backward(
         move_out_of_grad(engine, parameters)
     looks = window.ledger.micro_batches == 0 and not engine.reducer.sharded
     watch = engine.watch if looks else None
-    before = () if watch is None else versions(parameters)
     if watch is not None:
-        watch.see_own_pass(parameters, call.pending)
+        watch.before_backward(parameters, call.pending)
     if not first:  # as the first part of the micro-batch
         apart = inside is not None and inside.part is not None
     else:
@@ -205,7 +204,7 @@ def run_backward(
     backward = _apart if apart else _into_sums
     backward(engine, call, parameters)
     if watch is not None:
-        watch.see_backward(engine, parameters, before)
+        watch.see_backward(engine, parameters)
 
 
 def _refuse_graph() -> NoReturn:

@@ -53,6 +53,7 @@ class Watch:
         self._held: _Held | None = None  # parameters at the last call of step, if it did not step
         self._factor: float | None = None  # by which the last gradients were changed before step
         self._passes: _Passes | None = None  # backward passes since the last call of step
+        self._versions: Sequence[int | None] = ()  # of parameters, before a first backward pass
         self._own: list[Tensor | None] = []  # totals of some gradients that an own pass has left
         # Gradients that are there already, and that no wrapper has left: references and versions.
         leaves = [] if GONE or LEAVING else [p for p in parameters if p.is_leaf]
@@ -121,18 +122,19 @@ class Watch:
             )
 
     @torch.no_grad()
-    def see_own_pass(self, parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Look, before a first backward pass, at gradients that an own one has left."""
-        self._own = [_total(*pair) for pair in _some(list(zip(parameters, grads)))]
+    def before_backward(
+        self, parameters: Sequence[Tensor], pending: Sequence[Tensor | None]
+    ) -> None:
+        """Look, before a first backward pass, at parameters and what an own pass has left."""
+        self._versions = versions(parameters)
+        self._own = [_total(*pair) for pair in _some(list(zip(parameters, pending)))]
 
     @torch.no_grad()
-    def see_backward(
-        self, engine: Engine, parameters: Sequence[Tensor], before: Sequence[int | None]
-    ) -> None:
+    def see_backward(self, engine: Engine, parameters: Sequence[Tensor]) -> None:
         """Warn after a first backward pass if hooks in it have stepped on parameters, or if it has
         added to the gradients of an own pass the same ones, bit for bit."""
-        sums = engine.state.window.of(parameters).sums
-        if any(m is None and a != b for a, b, m in zip(before, versions(parameters), sums)):
+        sums, now = engine.state.window.of(parameters).sums, versions(parameters)
+        if any(m is None and a != b for a, b, m in zip(self._versions, now, sums)):
             warn_of_release(engine)
         own, self._own = self._own, []
         if all(map(is_none, own)):
