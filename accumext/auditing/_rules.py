@@ -453,15 +453,18 @@ def _runs(passes: Sequence[Pass], told: Callable[[Pass], bool]) -> list[list[Pas
 
 def detached(view: View) -> Found:
     """Report a recurrent state that is detached from step to step, each with its own pass."""
-    cut = [[one for one in window.passes if one.detached] for window in view.windows]
-    most = max(range(len(cut)), key=lambda i: len(cut[i]))
-    if len(cut[most]) >= _MANY_CALLS:
-        number, passes = len(cut[most]), len(view.windows[most].passes)
+    passes = max((w.passes for w in view.windows), key=_number_detached, default=())
+    number = _number_detached(passes)
+    if number >= _MANY_CALLS:
         yield finding(
-            "truncation.detached", number, cut[most][0].where,
-            f"{number} of the {passes} passes of a window begin at a state that was detached from "
-            "the step before: no gradient goes further back",
+            "truncation.detached", number, next(one.where for one in passes if one.detached),
+            f"{number} of the {len(passes)} passes of a window begin at a state that was detached "
+            "from the step before: no gradient goes further back",
         )  # fmt: skip
+
+
+def _number_detached(passes: Sequence[Pass]) -> int:
+    return sum(one.detached for one in passes)
 
 
 def truncation(record: Record) -> Found:

@@ -26,6 +26,7 @@ from accumext.auditing._events import view_of
 pytestmark = [  # what is said of some of these loops without an audit
     pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning"),
     pytest.mark.filterwarnings("ignore:AccumulatingOptimizer. the loss was divided:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*so the micro-batch counts it twice:UserWarning"),
     pytest.mark.filterwarnings("ignore:.parameters. is an empty generator:UserWarning"),
 ]
 
