@@ -520,8 +520,8 @@ ON_A_GPU = {
 IN_README = {
     "plain PyTorch at its best, AVX2": (PLAIN, AVX2_KEPT),
     f"{PRODUCTS}, AVX2": (PRODUCTS, AVX2_KEPT),
-    "plain PyTorch at its best, AVX-512": (PLAIN, (AVX512_KEPT,)),
-    f"{PRODUCTS}, AVX-512": (PRODUCTS, (AVX512_KEPT,)),
+    "plain PyTorch at its best, AVX-512, two threads": (PLAIN, (AVX512_KEPT,)),
+    f"{PRODUCTS}, AVX-512, two threads": (PRODUCTS, (AVX512_KEPT,)),
 }
 AGAINST = {
     IN_PLACE: STOCK,

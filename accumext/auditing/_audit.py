@@ -27,7 +27,11 @@ Ignored: TypeAlias = str | Path | Iterable[str]
 def ids_of(ignore: Ignored) -> frozenset[str]:
     """Return the ids in a list, or in a file: one per line, with remarks behind #."""
     if isinstance(ignore, (str, Path)):
-        ignore = Path(ignore).read_text(encoding="utf-8").splitlines()
+        try:
+            ignore = Path(ignore).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            contract = "audit: ignore must be a file of ids, or a list of them"
+            raise type(error)(f"{contract}, got {str(ignore)!r}, which cannot be read") from error
     ids = frozenset(line.partition("#")[0].strip() for line in ignore) - {""}
     if unknown := ids - {name for id in KINDS for name in names_of(id)}:
         raise ValueError(f"audit: ignore must hold ids of findings, got {some(sorted(unknown))}")

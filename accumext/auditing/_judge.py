@@ -87,7 +87,8 @@ def _unjudged(view: View) -> Iterator[str]:
     sums, known = sums_of(view), {fit.window.index: fit for fit in fits(view)}
     sizes = {one.size for one in sums}
     if len(sizes) == 1 and max(sizes) > 1 and not view.record.ended:
-        yield f"the end of an epoch, which {several(len(view.windows), 'window')} may not reach"
+        reached = several(len(view.windows), "window")
+        yield f"the end of an epoch, which {reached} may not reach: give --windows or windows= more"
     used = {w.index for w in view.windows if not w.step.skipped and w.passes and w.step.present}
     unknown = used - known.keys()
     few = {i for i in unknown if _is_one_number(view.windows[i])}

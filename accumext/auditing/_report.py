@@ -50,6 +50,8 @@ def text(record: Record, judgement: Judgement) -> str:
     each = max(shown // max(len(views), 1), 1)
     windows = [(view, window) for view in views for window in view.windows[:each]][:shown]
     ends += ["", *(line for pair in windows for line in _described(*pair, len(views) > 1))]
+    if more := number - len(windows):
+        ends += [f"and {several(more, 'window')} more, which to_json() and --json have"]
     for place, (mark, label, found) in enumerate(entries):
         entry = ["", f"{mark} {found.name}  ({found.where})  {found.id}"[:_WIDTH]]
         entry += _wrapped("seen", found.evidence, 3) + _wrapped(label, found.cure, 3)

@@ -96,6 +96,16 @@ def test_the_page_shows_what_is_printed():
     assert (done.stdout, done.returncode) == (shown, 0)
 
 
+@pytest.mark.process
+def test_the_page_shows_a_finding_as_it_is_printed():
+    """That of question 5, out of its report"""
+    command = "python -m accumext audit examples/tutorial_loop.py"
+    before, shown, after = PAGE.split(f"$ {command}\n")[1].split("```")[0].split("[...]\n")
+    done = run_script(*command.split()[1:])
+    assert (before, after, done.returncode) == ("", "", 1)
+    assert f"\n{shown}\n" in done.stdout
+
+
 def test_every_id_is_in_the_table_of_the_page():
     rows = [line.split(" | ") for line in PAGE.split("| id | what it is")[1].splitlines()]
     listed = set()

@@ -178,7 +178,7 @@ def test_a_run_that_is_moved_goes_on_bit_for_bit(move, dtype, scaled, on_nonfini
 
 
 def test_an_open_window_that_version_0_1_saved_is_loaded():
-    """It did not save how the latest micro-batch came"""
+    """An open window that version 0.1.0 has saved is loaded"""
     model = make_model()
     opt = wrapped(model)
     oracle.run(opt, model, BATCHES[:1])

@@ -119,6 +119,7 @@ def test_it_is_an_optimizer_and_owns_nothing_of_one():
         assert opt.param_groups is opt.optimizer.param_groups
         assert opt.state is opt.optimizer.state
         assert opt.defaults is opt.optimizer.defaults
+        opt.discard()
         opt.load_state_dict(state_dict=opt.state_dict())
     assert "window=3" in repr(opt)
     assert "Adam" in repr(opt)

@@ -10,11 +10,11 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: F401, for the pag
 
 import accumext
 
-n, SOS, PAD, running_loss = 2, 1, 0, 0.0
+n, SOS, PAD, running_loss, device = 2, 1, 0, 0.0, "cpu"
 wandb = types.SimpleNamespace(log=dict)
 model = nn.Module()
 model.embedding, model.cell, model.head = nn.Embedding(50, 8), nn.GRUCell(8, 12), nn.Linear(12, 50)
-targets, hidden = torch.randint(50, (5, 3)), torch.zeros(3, 12)
+loader = [(torch.randint(50, (5, 3)), torch.zeros(3, 12))] * 3
 
 
 class Decoder(nn.Module):
