@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             module = module_of(name)
             module.add_arguments(command)
             command.set_defaults(run=module.main)
+    if [*argv[:1]] and argv[0] not in COMMANDS and Path(argv[0]).is_file():
+        parser.error(f"{argv[0]} is a file. To see what its loop does: audit {argv[0]}")
     args = parser.parse_args(argv)
     if args.run is None:
         parser.print_help()

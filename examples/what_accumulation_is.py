@@ -1,8 +1,8 @@
 """Question 4: what gradient accumulation is, on y = w x with x = (4, 2), target 2 x and w = 1.
 
 The gradient of the mean squared error is -20 and one SGD step of 0.01 makes w = 1.2: for the whole
-batch, for samples summed into one loss, and for two micro-batches of one sample each. Only the last
-needs the memory of one sample.
+batch, for the mean of both samples' losses, and for two micro-batches of one sample each. Only the
+last needs the memory of one sample.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def main() -> None:
     for i, sample in enumerate(x, start=1):
         opt.backward(F.mse_loss(w * sample, 2 * sample))
         so_far = opt.main_grad(w)
-        print(f"micro-batch {i}: sum {so_far}, its share of the window's mean {so_far / 2}")
+        print(f"after micro-batch {i}: sum {so_far}, divided by the window's 2 {so_far / 2}")
         opt.step()
-        print(f"               stepped: {opt.stepped}, w {w.item():.4f}")
+        print(f"                     stepped: {opt.stepped}, w {w.item():.4f}")
     assert round(w.item(), 4) == 1.2
 
 

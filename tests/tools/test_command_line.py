@@ -58,6 +58,14 @@ def test_the_help_of_a_command_names_its_options(command, capsys):
     assert "--json" in out
 
 
+def test_a_script_in_place_of_a_command_is_told_the_command(capsys):
+    with pytest.raises(SystemExit) as end:
+        main([__file__, "--steps", "2"])
+    assert end.value.code == 2
+    words = f"is a file. To see what its loop does: audit {__file__}"
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
 def test_an_unknown_command_is_refused(capsys):
     with pytest.raises(SystemExit, match=r"^2$"):
         main(["demonstrate"])
