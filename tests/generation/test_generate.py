@@ -1,11 +1,12 @@
 """The tokens of a decoder, against plain loops over log_softmax and lists of hypotheses."""
 
+import math
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from support.budget import examples
 from support.decode_oracle import CELLS, Decoder, decode, make_decoder
@@ -146,6 +147,9 @@ def test_the_same_as_decode_loss_says(precision, search):
         torch.testing.assert_close(said.log_probs.view(longest, BATCH), -out.token_losses[:longest])
 
 
+near = partial(math.isclose, rel_tol=EXACT, abs_tol=EXACT)  # scores that rounding may exchange
+
+
 def plain_beam(
     decoder: Decoder, b: int, start: int, limit: int, eos: int | None, beams: int, penalty: float
 ) -> list[tuple[float, list[int], list[float], Any]]:
@@ -160,12 +164,16 @@ def plain_beam(
                 said = [*tokens, token], [*parts, log_prob], new
                 found.append((total + log_prob, *said))
         found.sort(key=lambda one: -one[0])
+        assume(len(found) <= beams or not near(found[beams - 1][0], found[beams][0]))
         for total, tokens, *rest in found[:beams]:
             if tokens[-1] == eos or step + 1 == limit:
                 kept.append((total / (step + 1) ** penalty, tokens, *rest))
         kept.sort(key=lambda one: -one[0])
+        assume(len(kept) <= beams or not near(kept[beams - 1][0], kept[beams][0]))
         kept = kept[:beams]
-        live = [one for one in found if one[1][-1] != eos][:beams]
+        live = [one for one in found if one[1][-1] != eos]
+        assume(len(live) <= beams or not near(live[beams - 1][0], live[beams][0]))
+        live = live[:beams]
         if len(kept) == beams and live:
             ahead = range(step + 2, limit + 1)
             best = max((live[0][0] / n**penalty for n in ahead), default=float("-inf"))
@@ -185,6 +193,7 @@ def plain_beam(
     steps=st.integers(0, 7),
     seed=st.integers(0, 2**20),
 )
+@example("rnn_relu_cell", False, 40, 0.0, 2, False, 6, 4607)  # scores that are tied up to rounding
 def test_beam_search_is_the_definition(kind, called, beams, penalty, eos, limited, steps, seed):
     torch.manual_seed(seed)
     decoder = make_decoder(kind, vocabulary=9)
@@ -198,9 +207,13 @@ def test_beam_search_is_the_definition(kind, called, beams, penalty, eos, limite
     assert out.tokens.shape == (int(out.lengths.max()), BATCH, beams)
     for b in range(BATCH):
         expected = plain_beam(decoder, b, 1, int(limits[b]), eos, beams, penalty)
-        for k, (score, tokens, parts, state) in enumerate(expected):
+        told = set[tuple[int, ...]]()
+        for k, (score, *_) in enumerate(expected):
             length = int(out.lengths[b, k])
-            assert out.tokens[:length, b, k].tolist() == tokens
+            told.add(tokens := tuple(out.tokens[:length, b, k].tolist()))
+            alike = {tuple(words): more for one, words, *more in expected if near(one, score)}
+            assert tokens in alike
+            parts, state = alike[tokens]
             torch.testing.assert_close(
                 out.log_probs[:length, b, k], torch.tensor(parts).double(), rtol=1e-6, atol=1e-6
             )
@@ -209,6 +222,7 @@ def test_beam_search_is_the_definition(kind, called, beams, penalty, eos, limite
             assert not out.log_probs[length:, b, k].any()
             if k == 0:
                 torch.testing.assert_close(rows_of(out.state, [b]), state, rtol=EXACT, atol=EXACT)
+        assert len(told) == len(expected)
         if limits[b] == 0:
             assert out.scores[b, 0] == 0
         assert (out.scores[b, max(1, len(expected)) :] == -torch.inf).all()
