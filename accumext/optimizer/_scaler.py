@@ -5,6 +5,7 @@ The only file of this package that reads or writes what a `torch.amp.GradScaler`
 
 from __future__ import annotations
 
+import gc
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from torch.amp import GradScaler
 from accumext.optimizer._settings import OP
 from accumext.tensors import scalars
 from accumext.tensors.checks import fail_value, message
+from accumext.tensors.kinds import versions
 from accumext.tensors.scalars import Scalar, as_tensor, on_device, to_host_if_free
 from accumext.tensors.torch_private import OptState, optimizer_states, saved_factor, scale_tensor
 
@@ -104,15 +106,43 @@ def update(
     scaler.update()
 
 
-def _is_scaled_with(loss: Tensor, scale: Tensor) -> bool:
-    """Tell whether `scaler.scale` made this loss, perhaps with a division or the like after it."""
+def is_product(loss: Tensor) -> bool:
+    """Tell whether a loss may come from `scaler.scale`, by the operations at the end of its graph,
+    of which nothing saved is read."""
+    return _is_scaled_with(loss, None)
+
+
+def scalers_in_use() -> list[GradScaler]:
+    """Return all GradScalers that have scaled a loss. This looks at every object of the program."""
+    known = [o for o in gc.get_objects() if issubclass(type(o), GradScaler)]
+    return [scaler for scaler in known if scale_tensor(scaler) is not None]
+
+
+def has_scaled(scaler: GradScaler, loss: Tensor) -> bool:
+    """Tell whether a scaler that is in use has scaled this loss."""
+    scale = scale_tensor(scaler)
+    return scale is not None and _is_scaled_with(loss, scale)
+
+
+def only_scales(scaler: GradScaler) -> bool:
+    """Tell whether nobody has called any other method of a scaler that is in use: it has no
+    optimizer, and its scale was never written."""
+    return not optimizer_states(scaler) and versions([scale_tensor(scaler)]) == [0]
+
+
+def _is_scaled_with(loss: Tensor, scale: Tensor | None) -> bool:
+    """Tell whether `scaler.scale` made this loss, perhaps with a division or the like after it.
+    Without a scale: whether some scaler may have; what the graph has saved is then not read."""
     node = loss.grad_fn
     for _ in range(_STEPS_FROM_SCALE):
         if node is None or not node.name().startswith(("Mul", "Div", "Add", "Neg", "View")):
             return False
-        other = saved_factor(node) if node.name() == "MulBackward0" else None
-        if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
-            return True
+        if node.name() == "MulBackward0":
+            if scale is None:
+                return True
+            other = saved_factor(node)
+            if isinstance(other, Tensor) and other.data_ptr() == scale.data_ptr():
+                return True
         node = node.next_functions[0][0] if node.next_functions else None
     return False
 

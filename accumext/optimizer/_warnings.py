@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from accumext.optimizer._engine import Engine
 from accumext.optimizer._report import named
-from accumext.optimizer._settings import unlike_bare
+from accumext.optimizer._settings import OP, unlike_bare
 from accumext.tensors import scalars
 
 
@@ -28,6 +28,16 @@ def warn_of_unscaled(engine: Engine) -> None:
         "unscaled",
         "a backward pass of your own left gradients, and they are divided by the loss scale. Call "
         "opt.backward(loss) for every loss, or scaler.scale(loss).backward()",
+    )
+
+
+def warn_of_scaled(engine: Engine) -> None:
+    """Warn of a loss that a GradScaler has scaled, whose gradients it is not asked to unscale."""
+    engine.warn_once(
+        "scaled",
+        "the loss was scaled, and nobody unscales its gradients. Pass the scaler, "
+        f"{OP}(..., scaler=scaler), and the loss itself, opt.backward(loss); or call "
+        "scaler.scale(loss).backward() and scaler.step(opt)",
     )
 
 

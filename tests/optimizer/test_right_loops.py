@@ -265,6 +265,42 @@ def decayed(opt, model, x, number, scaler):
         opt.param_groups[0]["weight_decay"] += 0.1
 
 
+def beside_a_scaler(opt, model, x, number, scaler, own):
+    """Another model's optimizer has it, and steps after several windows of this one alone."""
+    other = vars(opt).setdefault("_model", nn.Linear(3, 3).double())
+    bare = vars(opt).setdefault("_bare", oracle.sgd(other.parameters()))
+    scaler.scale(loss_of(other, x)).backward()
+    if number % 9 == 8:
+        scaler.step(bare)
+        scaler.update()
+    (oracle.own_backward if own else one_call)(opt, loss_of(model, x))
+
+
+def products(opt, model, x, number, scaler, own):
+    """After a scaler has done its work."""
+    if number == 0:
+        other = vars(opt).setdefault("_model", nn.Linear(3, 3).double())
+        oracle.outer_scaler(oracle.sgd(other.parameters()), loss_of(other, x), scaler)
+    (oracle.own_backward if own else one_call)(opt, 0.5 * loss_of(model, x))
+
+
+def unscaled_by_hand(opt, model, x, number, scaler):
+    """A scaler that only keeps a constant."""
+    scaler.scale(loss_of(model, x)).backward()
+    for p in model.parameters():
+        p.grad /= scaler.get_scale()
+    opt.step()
+    opt.zero_grad()
+
+
+def unscaled_and_stepped(opt, model, x, number, scaler):
+    scaler.scale(loss_of(model, x)).backward()
+    scaler.unscale_(opt)
+    opt.step()
+    opt.zero_grad()
+    scaler.update()
+
+
 OWN = [in_ddp, unrolled, norm_is_logged, zeros_are_left, another_loss_reaches_it, several_losses]
 USUAL = [
     one_call,
@@ -329,6 +365,13 @@ WITH_OPTIONS = {  # what is right for the optimizer that it is made with
         }.items()
     },
     **{use.__name__: (use, FOUR) for use in (in_two_parts, checkpointed, token_by_token, resumed)},
+    **{
+        f"{use.__name__}, {'own' if own else 'opt.backward'}": (partial(use, own=own), FOUR)
+        for use in (beside_a_scaler, products)
+        for own in (True, False)
+    },
+    "unscaled_by_hand": (unscaled_by_hand, FOUR),
+    "unscaled_and_stepped": (unscaled_and_stepped, FOUR),
     "without_synchronisation": (without_synchronisation, FOUR),
     "with a scaler of the wrapper's": (
         usual(one_call),

@@ -163,6 +163,18 @@ def beside_those_that_are_scaled(opt, model, x, number, scaler):
     (oracle.own_backward if number % 2 else one_call)(opt, loss_of(model, x))
 
 
+def scaled_and_never_unscaled(opt, model, x, number, scaler, own, part=1):
+    loss = scaler.scale(loss_of(model, x)) / part
+    (oracle.own_backward if own else one_call)(opt, loss)
+
+
+def scaled_in_two_parts(opt, model, x, number, scaler):
+    with opt.micro_batch():
+        for part in x.chunk(2):
+            opt.backward(scaler.scale(loss_of(model, part)))
+    opt.step()
+
+
 ONCE = "window=4 counts this call of step as one micro-batch"
 SKIPPED = "a window was skipped, for inf or NaN in the gradient of "
 HALVING = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -233,6 +245,15 @@ WRONG = {
     "NaN": (nan, {}, SKIPPED),
     "NaN in a micro-batch": (nan, {"window": 1, "on_nonfinite": "skip_micro_batch"}, SKIPPED),
     "a scale that finds nothing": (nan, {"window": 1, "scaler": HALVING}, "a window was skipped"),
+    **{
+        f"scaled alone, {name}": (body, {}, "the loss was scaled, and nobody unscales its grad")
+        for name, body in {
+            "opt.backward": partial(scaled_and_never_unscaled, own=False),
+            "its own pass": partial(scaled_and_never_unscaled, own=True),
+            "a third of it": partial(scaled_and_never_unscaled, own=True, part=3),
+            "in two parts": scaled_in_two_parts,
+        }.items()
+    },
     "beside those that are scaled": (
         beside_those_that_are_scaled,
         {"scaler": torch.amp.GradScaler("cpu")},
