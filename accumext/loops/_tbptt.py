@@ -176,6 +176,8 @@ def tbptt(
     together = any(tensor.requires_grad for tensor in context)
     losses: list[Tensor] = []
     spans = windows(steps, k1, k2) if targets.shape[:2].numel() else []
+    if len(spans) > 1:
+        _announce_passes(backward)
     starts = None
     if k1 < k2:
         replay = Replay(KeptState(OP, "step", step), targets.device)
@@ -216,6 +218,13 @@ def _last_from_initial(
     steps = {0} if resets is None else {0, *resets.steps}
     from_initial = [span for span in spans if any(span[0] <= step < span[2] for step in steps)]
     return from_initial[-1] if from_initial else None
+
+
+def _announce_passes(backward: Callable[..., Any]) -> None:
+    """Tell an optimizer whose method `backward` is that it will be called several times."""
+    announce = getattr(getattr(backward, "__self__", None), "_expect_passes", None)
+    if announce is not None:
+        announce()
 
 
 def _call_backward(backward: Callable[[Tensor], Any], loss: Tensor, later: bool) -> None:

@@ -31,7 +31,7 @@ from accumext.optimizer._report import WindowReport
 from accumext.optimizer._scaler import create_scale
 from accumext.optimizer._settings import OP, check_settings, check_weight
 from accumext.optimizer._step import flush, run_step, stepping_at_once
-from accumext.optimizer._warnings import warn_of_a_load
+from accumext.optimizer._warnings import warn_of_a_load, warn_of_passes
 from accumext.optimizer._wrong_loops import Watch
 from accumext.tensors import checks
 from accumext.tensors.argument_names import explained
@@ -484,6 +484,10 @@ class AccumulatingOptimizer(OptimizerProxy):
             create_scale(scaler, parameters[0].device)
         engine.drop(window._replace(sums=engine.tensors.send(list(window.sums))()))
         engine.update(saved=window.ledger.micro_batches, through_backward=through)
+
+    def _expect_passes(self) -> None:
+        """Take notice that `tbptt` is about to call `backward` several times."""
+        warn_of_passes(self._engine)
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)

@@ -22,6 +22,18 @@ def warn_of_a_full_window(engine: Engine) -> None:
     )
 
 
+def warn_of_passes(engine: Engine) -> None:
+    """Warn before backward passes of one sequence that would each be a micro-batch. A window that
+    is a sum does not divide by their number."""
+    settings = engine.settings
+    if engine.state.micro_batch is None and settings.reduction == "mean" and settings.window > 1:
+        engine.warn_once(
+            "full",  # the topic of a window that they would overfill
+            "tbptt runs a backward pass every k1 steps, and each is a micro-batch of its own. Put "
+            "the call inside `with opt.micro_batch():`",
+        )
+
+
 def warn_of_unscaled(engine: Engine) -> None:
     """Warn of a loss that did not come through `opt.backward`, which has scaled others."""
     engine.warn_once(

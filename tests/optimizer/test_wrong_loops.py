@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -391,6 +392,47 @@ def test_a_checkpoint_that_comes_into_an_open_window_is_told(saved):
     )
     opt.discard()
     assert warnings_of(lambda: opt.load_state_dict(checkpoint)) == []
+
+
+# Truncated sequences
+
+
+@pytest.mark.parametrize(
+    ("k1", "inside", "options", "told"),
+    [
+        (3, False, {"window": 4}, True),
+        (1, False, {"window": 2}, True),
+        (3, True, {"window": 4}, False),
+        (12, False, {"window": 4}, False),  # one pass
+        (3, False, {"window": 1}, None),  # told, as always, when the second one comes
+        (3, False, {"window": 5, "reduction": "sum"}, False),  # sums are the sequence's
+    ],
+)
+def test_passes_of_tbptt_outside_of_a_micro_batch_are_told_before_them(k1, inside, options, told):
+    model = nn.GRUCell(2, 2)
+    opt = oracle.wrapped(model, **options)
+    targets, start = torch.randn(12, 3, 2), torch.zeros(3, 2)
+
+    def train():
+        for _ in range(2):
+            with opt.micro_batch() if inside else nullcontext():
+                accumext.tbptt(
+                    lambda x, state: (model(x, state),) * 2,
+                    targets,
+                    start,
+                    criterion=functional.mse_loss,
+                    feedback="teacher",
+                    k1=k1,
+                    backward=opt.backward,
+                )
+            opt.step() if options.get("reduction") != "sum" else opt.flush()
+
+    said = warnings_of(train)
+    assert ["tbptt runs a backward pass every k1 steps" in str(w.message) for w in said] == (
+        [bool(told)] if told is not False else []
+    )
+    assert all(warning.filename == __file__ for warning in said)
+    opt.discard()
 
 
 # Gradients from before the wrapper
