@@ -16,7 +16,15 @@ from accumext.decoder._observations import rows_of
 from accumext.decoder._rnn_backward import decode_with_rnn
 from accumext.decoder._transcript import Decoded, Transcript
 from accumext.distributed import gathered_once
-from accumext.recurrence import State, map_leaves, observing, tensors, with_shapes, zero_dependency
+from accumext.recurrence import (
+    ALL_TARGETS,
+    State,
+    map_leaves,
+    observing,
+    tensors,
+    with_shapes,
+    zero_dependency,
+)
 from accumext.tensors.argument_names import explained
 from accumext.tensors.checks import DrawWord, FeedbackWord, TokenReduction, TruncationWord, bools
 
@@ -68,7 +76,7 @@ def decode_loss(
     feedback: FeedbackWord | Tensor,
     start: int | Tensor = 0,
     inputs: Tensor | None = None,  # [T, B], or floating-point [T, B, E]
-    teacher_forcing: float = 1.0,
+    teacher_forcing: float = ALL_TARGETS,
     k1: int | None = None,
     k2: int | None = None,
     truncation: TruncationWord = "fixed",

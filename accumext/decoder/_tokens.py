@@ -33,6 +33,8 @@ from accumext.tensors.checks import (
 )
 from accumext.tensors.memory_overlap import share_memory
 
+IGNORED = -100  # the default of `ignore_index`
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -72,6 +74,9 @@ def tokens_from(model: Model, args: Arguments) -> Tokens:
             fail_value(OP, "steps", "be None if there are targets", args["steps"])
         size, batch = targets.shape
         _check_layout(cell, targets, args)
+        if device.type == "cpu" and size > 2 and batch:
+            _warn_of_padding(targets, args)
+            _warn_of_start(targets, args)
     shape, within_length = (size, batch), None
     if lengths is not None:
         within_length = within_length_of(OP, lengths, shape, device, "the head's device")
@@ -122,6 +127,34 @@ def _warn_of_ignored_end(eos: int) -> None:
         "targets with -100 behind their eos, or pass lengths, and leave ignore_index out"
     )
     warnings.warn(f"{OP}: {text}", stacklevel=users_level())
+
+
+def _warn_of_padding(targets: Tensor, args: Arguments) -> None:
+    """Warn if padding behind the rows counts in the loss: it is `embedding.padding_idx`, and found
+    only at the ends of rows. One at the end of a row may be an end token that is meant to count;
+    and weights, or losses of single tokens, may leave padding out."""
+    padding = getattr(args["embedding"], "padding_idx", None)
+    if padding is None or args["ignore_index"] != IGNORED or args["reduction"] == "none":
+        return
+    others = ("lengths", "eos", "token_weight", "class_weight", "num_items")
+    if any(args[name] is not None for name in others):
+        return
+    pads = targets == padding
+    if bool(pads[-2:].all(0).any()) and bool((pads[1:] >= pads[:-1]).all()):
+        text = f"targets end with padding_idx={padding}, which counts in the loss. Pass "
+        text += f"ignore_index={padding}, or lengths"
+        warnings.warn(f"{OP}: {text}", stacklevel=users_level())
+
+
+def _warn_of_start(targets: Tensor, args: Arguments) -> None:
+    """Warn if all targets begin with the start token, and have it nowhere else."""
+    start = args["start"]
+    if start.__class__ is not int or args["inputs"] is not None or targets.shape[1] < 2:
+        return
+    if bool((targets[0] == start).all()) and not bool((targets[1:] == start).any()):
+        text = f"targets begin with start={start}, which is fed before them: its prediction would "
+        text += "be learnt. Pass targets without their first step"
+        warnings.warn(f"{OP}: {text}", stacklevel=users_level())
 
 
 def _check_renormalised(model: Model) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from accumext.distributed import gathered_once
 from accumext.recurrence import (
+    ALL_TARGETS,
     Inputs,
     KeptState,
     NoBatchAsSequence,
@@ -99,7 +100,7 @@ def tbptt(
     k2: int | None = None,
     backward: Callable[[Tensor], Any] = torch.Tensor.backward,
     reduction: Reduction = "mean",
-    teacher_forcing: float = 1.0,
+    teacher_forcing: float = ALL_TARGETS,
     temperature: float = 1.0,
     generator: torch.Generator | None = None,
     lengths: Tensor | None = None,  # int64 [B]

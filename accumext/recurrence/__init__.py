@@ -14,6 +14,7 @@ from accumext.recurrence._cells import check_output as check_output
 from accumext.recurrence._cells import parameter_tensors as parameter_tensors
 from accumext.recurrence._cells import parts_of as parts_of
 from accumext.recurrence._cuts import cuts as cuts
+from accumext.recurrence._feedback import ALL_TARGETS as ALL_TARGETS
 from accumext.recurrence._feedback import Feedback as Feedback
 from accumext.recurrence._feedback import Inputs as Inputs
 from accumext.recurrence._feedback import check_options as check_options

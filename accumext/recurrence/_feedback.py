@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,9 +20,13 @@ from accumext.tensors.checks import (
     one_of,
     token_tensor,
     type_name,
+    users_level,
     without_effect,
 )
 
+# The default of `teacher_forcing`: this object, so that a schedule may begin with 1.0. Not a
+# literal, which modules may share.
+ALL_TARGETS: Final = float("1")
 _DEVICE = "the device of targets"
 _SHARE = "feedback='scheduled', teacher_forcing=0.5"
 _SHARES = f"A share of the targets is fed by {_SHARE}, given ones by a bool mask [T, B]"
@@ -80,6 +85,10 @@ def feedback_from(
     plain = teacher_forcing.__class__ is temperature.__class__ is float and generator is None
     if not (plain and teacher_forcing == temperature == 1.0 and draw == "argmax"):
         samples = check_options(op, word, teacher_forcing, temperature, generator, draw)
+    if teacher_forcing is ALL_TARGETS and word == "scheduled":
+        text = f"{op}: teacher_forcing=1.0, the default, feeds targets alone. Pass the probability "
+        text += "of a target, such as teacher_forcing=0.5, or feedback='teacher'"
+        warnings.warn(text, stacklevel=users_level())
     if word == "teacher":
         return Feedback(teacher, generator=generator)
     mask = feedback if word == "mask" else None

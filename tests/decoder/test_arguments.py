@@ -160,6 +160,9 @@ COMPILED = [  # a part of the call, and what the error has people type
     ("cell", nn.GRU(H, H), "y, s = compiled(x[None], s); return y[0], s"),
 ]
 BATCH_FIRST = nn.GRU(H, H, batch_first=True)
+PADDED = nn.Embedding(V, H, padding_idx=1)
+RAGGED = torch.tensor([[2, 3, 2], [3, 2, 4], [4, 1, 2], [2, 1, 1]])
+FROM_START = torch.tensor([[3, 3, 3], [1, 2, 4], [2, 4, 1], [4, 1, 2]])
 DOUBTFUL: list[tuple[dict[str, Any], str]] = [
     ({"k1": 2}, "k1=2 has no effect without k2: the gradient flows all the way back. "
      "Pass k2=2 to truncate it, or leave k1 out"),
@@ -170,6 +173,13 @@ DOUBTFUL: list[tuple[dict[str, Any], str]] = [
      "Pass batch_first=True if they are [B, T], and set cell.batch_first = False if not"),
     ({"eos": 2, "ignore_index": 2}, "eos=2 is ignore_index, too: no target 2 has a loss, so to end is not learnt. "
      "Pad targets with -100 behind their eos, or pass lengths, and leave ignore_index out"),
+    ({"feedback": "scheduled"}, "teacher_forcing=1.0, the default, feeds targets alone. "
+     "Pass the probability of a target, such as teacher_forcing=0.5, or feedback='teacher'"),
+    *(({"embedding": PADDED, "targets": targets, **options}, "targets end with padding_idx=1, which counts in "
+       "the loss. Pass ignore_index=1, or lengths")
+      for targets, options in ((RAGGED, {}), (RAGGED.t(), {"batch_first": True}))),
+    ({"targets": FROM_START, "start": 3}, "targets begin with start=3, which is fed before them: its prediction "
+     "would be learnt. Pass targets without their first step"),
 ]  # fmt: skip
 CLEAR: list[dict[str, Any]] = [
     {"k2": 2},
@@ -181,6 +191,27 @@ CLEAR: list[dict[str, Any]] = [
     {"cell": BATCH_FIRST, "start": torch.tensor([1, 2, 3])},
     {"cell": BATCH_FIRST, "batch_first": True, "targets": TARGETS.t()},
     {"batch_first": True, "targets": TARGETS.t()},
+    {"feedback": "scheduled", "teacher_forcing": 1.0},  # at the begin of a schedule
+    {"feedback": "scheduled", "teacher_forcing": 1},
+    *(
+        {"embedding": PADDED, "targets": RAGGED, **options}
+        for options in (
+            {"ignore_index": 1},
+            {"lengths": [4, 2, 3]},
+            {"eos": 1},
+            {"reduction": "none"},
+            {"token_weight": (RAGGED != 1).float()},
+            {"class_weight": [1.0, 0.0] + [1.0] * (V - 2)},
+        )
+    ),
+    {"targets": RAGGED},  # no padding is known
+    {"embedding": PADDED, "targets": RAGGED[:3]},  # one end token in a row
+    {"embedding": PADDED, "targets": torch.cat([RAGGED[2:], RAGGED[2:]])},  # a word as others
+    {"targets": FROM_START, "start": 2},
+    {"targets": FROM_START, "start": torch.tensor([3, 3, 3])},
+    {"targets": FROM_START, "start": 3, "inputs": FROM_START},
+    {"targets": FROM_START[:, :1], "start": 3},
+    {"targets": torch.cat([FROM_START, FROM_START]), "start": 3},
 ]
 
 

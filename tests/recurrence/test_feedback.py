@@ -32,7 +32,7 @@ def test_options_that_have_no_effect_may_be_left_as_they_are():
     for options in (
         {"feedback": "greedy", "teacher_forcing": 0.0},
         {"feedback": "sample", "teacher_forcing": 1, "temperature": 2.0},
-        {"feedback": "scheduled"},  # of share 1, by default and at the begin of a schedule
+        {"feedback": "scheduled", "teacher_forcing": 1.0},  # at the begin of a schedule
         {"feedback": "greedy", "generator": torch.Generator()},
     ):
         assert run(decoder, **options).loss.isfinite()
