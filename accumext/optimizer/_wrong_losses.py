@@ -47,7 +47,11 @@ def summed_sizes(loss: Tensor) -> tuple[int, int] | None:
 def are_counts(weights: list[float], sizes: list[tuple[int, int]]) -> bool:
     """Tell whether weights can only be numbers of rows, or of terms, of losses of these sizes: all
     of them, or some that differ from loss to loss, as where others are ignored."""
-    rows = zip(weights, sizes, strict=True)
-    if not all(1 < weight <= terms and weight.is_integer() for weight, (_, terms) in rows):
+    pairs = [
+        (weight, size)
+        for weight, size in zip(weights, sizes, strict=True)
+        if not weight == 1 == size[0]  # a batch of one row tells nothing
+    ]
+    if len(pairs) < 2 or not all(1 < w <= size[1] and w.is_integer() for w, size in pairs):
         return False
-    return len(set(weights)) > 1 or all(map(tuple.__contains__, sizes, weights))
+    return len({weight for weight, _ in pairs}) > 1 or all(w in size for w, size in pairs)

@@ -77,6 +77,11 @@ def pixels_of(logits, targets, **options):
     return functional.cross_entropy(logits[:, :, None], targets.long()[:, :1], **options)
 
 
+def of_different_sizes(opt, model, x, number, scaler, sizes=(3, 2, 1, 3)):
+    """Batches, of which some have one row."""
+    counted(opt, model, x[: sizes[number % len(sizes)]], number, scaler, reduction="sum")
+
+
 def flushed_after_every_one(opt, model, x, number, scaler):
     opt.backward(loss_of(model, x))
     opt.flush()
@@ -207,6 +212,11 @@ WRONG = {
             "squares": {"loss": functional.mse_loss},
         }.items()
     },
+    "a sum of what its weight counts, some of one row": (
+        of_different_sizes,
+        {},
+        "Pass the mean, opt.backward(loss / n, weight=n)",
+    ),
     **{
         f"a flush after every one of {size}": (
             flushed_after_every_one,
