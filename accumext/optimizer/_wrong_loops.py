@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.linalg import vector_norm
 from torch.optim import Optimizer
 
 from accumext.optimizer._accelerate import is_accelerated
@@ -266,7 +267,11 @@ class Watch:
             return
         written = held is not None and held.report is engine.state.last and held.all_written()
         if written and not others_of(engine):  # other optimizers may have stepped on them
-            _warn_of_one_around(engine, f"the parameters {_CHANGED}")
+            _warn_of_one_around(
+                engine,
+                f"the parameters {_CHANGED}, but perhaps by step of the wrapped optimizer, to be "
+                "left out",
+            )
         if stays and self._windows:
             sums = engine.state.window.of(parameters).sums
             reached = zip(parameters, grads_of(parameters), sums, strict=False)
@@ -334,20 +339,21 @@ def _total(parameter: Tensor, grad: Tensor | None) -> Tensor | None:
 
 
 class _Held:
-    """Versions and sums of some parameters, at a call of step that leaves the window open."""
+    """Versions and norms of some parameters, at a call of step that leaves the window open."""
 
     def __init__(self, engine: Engine, parameters: Sequence[Tensor]) -> None:
         self.report = engine.state.last  # another one after a step or flush
         self._parameters = _some(parameters)
         self._versions = versions(self._parameters)
-        self._sums = [p.sum() for p in self._parameters]
+        # Not sums: gradients of a softmax's logits add up to 0, so those of its layer never change.
+        self._norms = list(map(vector_norm, self._parameters))
 
     def all_written(self) -> bool:
         """Tell whether all these parameters have changed since."""
         now = versions(self._parameters)
         if not now or any(old is None or old == new for old, new in zip(self._versions, now)):
             return False
-        return all(bool(p.sum() != old) for p, old in zip(self._parameters, self._sums))
+        return all(bool(vector_norm(p) != old) for p, old in zip(self._parameters, self._norms))
 
 
 class _Gradient(NamedTuple):

@@ -139,6 +139,14 @@ def around(opt, model, x, number, scaler, counts, loop=one_call):
     opt.zero_grad()
 
 
+def by_the_wrapped_step_too(opt, model, x, number, scaler):
+    """Of a loss whose gradients of a layer add up to 0."""
+    entropy(model, x).backward()
+    opt.optimizer.step()
+    opt.step()
+    opt.zero_grad()
+
+
 class TwoSteps(torch.optim.SGD):
     """As SAM has them."""
 
@@ -247,6 +255,7 @@ WRONG = {
         for counts in (True, False)
         for loop in (one_call, oracle.own_backward)
     },
+    "by the wrapped step, too": (by_the_wrapped_step_too, {}, "step of the wrapped optimizer"),
     "in another": (inside_another, {}, "Outer calls step in every micro-batch"),
     "steps of its own": (
         by_its_own_steps,
