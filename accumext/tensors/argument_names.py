@@ -7,6 +7,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from inspect import Parameter
 from typing import Any, ParamSpec, TypeVar
 
 from accumext.tensors.checks import FEEDBACK_WORDS, message
@@ -103,6 +104,15 @@ def _what_to_type(
         belongs = f"It is an argument of {', '.join(others)}"
         sentence = f"Did you mean {near[0]}?" if near else belongs
         return message(op, "arguments", "have the names of its signature", name, sentence)
+    by_name = [name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY]
+    left = [name for name in by_name if name not in kwargs]
+    kinds = {p.kind for p in parameters.values()}
+    one_more = len(args) == len(parameters) - len(by_name) + 1
+    if one_more and left and kinds <= {Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY}:
+        value = args[-1]
+        told = f"{left[0]}={value!r}" if isinstance(value, (int, str)) else f"{left[0]}=..."
+        contract = f"be given by name from {by_name[0]} on"
+        return message(op, "arguments", contract, "one more", f"Did you mean {told}?")
     for name, parameter in [*parameters.items()][len(args) :]:
         if name in kwargs or parameter.default is not parameter.empty:
             continue

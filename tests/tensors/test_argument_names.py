@@ -38,6 +38,12 @@ GIVEN_TOO_LITTLE = [  # a call, and what its error says to type
     (lambda: accumext.generate(embedding=H, state=S, max_length=3), "model.embedding, model.c"),
     (lambda: accumext.tbptt(step=H, targets=Y, state=S), "Such as F.cross_entropy"),
 ]
+GIVEN_BY_PLACE = [
+    (lambda: accumext.AccumulatingOptimizer(torch.optim.SGD([S]), 4), "Did you mean window=4?"),
+    (lambda: accumext.AccumulatingOptimizer(torch.optim.SGD([S]), 4, window=2), "mean max_norm=4"),
+    (lambda: accumext.decode_loss(E, C, H, Y, S, "greedy"), "Did you mean feedback='greedy'?"),
+    (lambda: accumext.tbptt(C, Y, S, nn.MSELoss()), "Did you mean criterion=...?"),
+]
 # A function, and a name that it does not have: another of ours has it, or nothing here is like it.
 BELONGS = [
     (accumext.tbptt, "batch_first", "decode_loss"),
@@ -60,6 +66,7 @@ UNLIKE = [
 CALLS = [
     *((lambda f=f, k=k: f(**{k: 3}), f"Did you mean {name}?") for f, k, name in MEANT),
     *GIVEN_TOO_LITTLE,
+    *GIVEN_BY_PLACE,
 ]
 
 
@@ -94,6 +101,8 @@ def test_other_errors_are_as_they_were():
 
     with pytest.raises(TypeError, match=r"^of the user$"):
         accumext.chunked_loss(fn, S, chunks=1)
+    with pytest.raises(TypeError, match=r"^of the user$"):
+        accumext.chunked_loss(lambda *_: fn(0), S, S, S, chunks=1)
 
 
 @pytest.mark.parametrize("call", [accumext.decode_loss, accumext.AccumulatingOptimizer])
