@@ -87,7 +87,8 @@ def chunked_loss(
     Args:
         fn: `(inputs_slice, *args_slices) -> 0-dim loss`, over any parameters. Called twice per
             slice, with the same random numbers. State that it keeps between calls is restored for
-            the second call (docs/decoder.md, "Cells that keep state of their own").
+            the second call (docs/decoder.md, "Cells that keep state of their own"). Statistics
+            that it takes over the batch, as BatchNorm does in training, are those of a slice.
         inputs: [N, ...], sliced along dimension 0.
         args: tensors of N rows are sliced in the same way; other values are passed on unchanged.
         chunks: number of slices, at most N, with equal numbers of rows if possible. Give this or
