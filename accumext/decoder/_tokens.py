@@ -74,9 +74,11 @@ def tokens_from(model: Model, args: Arguments) -> Tokens:
             fail_value(OP, "steps", "be None if there are targets", args["steps"])
         size, batch = targets.shape
         _check_layout(cell, targets, args)
-        if device.type == "cpu" and size > 2 and batch:
-            _warn_of_padding(targets, args)
-            _warn_of_start(targets, args)
+        if size > 2 and batch > 1 and device.type == "cpu":
+            if getattr(args["embedding"], "padding_idx", None) is not None:
+                _warn_of_padding(targets, args)
+            if args["start"].__class__ is int and bool((targets[0] == args["start"]).all()):
+                _warn_of_start(targets, args)
     shape, within_length = (size, batch), None
     if lengths is not None:
         within_length = within_length_of(OP, lengths, shape, device, "the head's device")
@@ -133,8 +135,8 @@ def _warn_of_padding(targets: Tensor, args: Arguments) -> None:
     """Warn if padding behind the rows counts in the loss: it is `embedding.padding_idx`, and found
     only at the ends of rows. One at the end of a row may be an end token that is meant to count;
     and weights, or losses of single tokens, may leave padding out."""
-    padding = getattr(args["embedding"], "padding_idx", None)
-    if padding is None or args["ignore_index"] != IGNORED or args["reduction"] == "none":
+    padding = args["embedding"].padding_idx
+    if args["ignore_index"] != IGNORED or args["reduction"] == "none":
         return
     others = ("lengths", "eos", "token_weight", "class_weight", "num_items")
     if any(args[name] is not None for name in others):
@@ -147,11 +149,9 @@ def _warn_of_padding(targets: Tensor, args: Arguments) -> None:
 
 
 def _warn_of_start(targets: Tensor, args: Arguments) -> None:
-    """Warn if all targets begin with the start token, and have it nowhere else."""
+    """Warn of targets that all begin with the start token, if they have it nowhere else."""
     start = args["start"]
-    if start.__class__ is not int or args["inputs"] is not None or targets.shape[1] < 2:
-        return
-    if bool((targets[0] == start).all()) and not bool((targets[1:] == start).any()):
+    if args["inputs"] is None and not bool((targets[1:] == start).any()):
         text = f"targets begin with start={start}, which is fed before them: its prediction would "
         text += "be learnt. Pass targets without their first step"
         warnings.warn(f"{OP}: {text}", stacklevel=users_level())

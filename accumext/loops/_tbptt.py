@@ -125,7 +125,8 @@ def tbptt(
         state: initial state, any nesting of tuples, lists, dicts and dataclasses; gradients reach
             it from the windows that start at step 0, and from every reset.
         criterion: `(logits [B, V], target [B]) -> 0-dim loss` of one step, such as
-            `F.cross_entropy`. In a step whose targets are all ignored its mean is NaN; a sum is 0.
+            `F.cross_entropy`. In a step whose targets are all ignored its mean is NaN, and so is
+            the loss of the call; a sum is 0, and `lengths` leaves such steps out.
         feedback, start, inputs, teacher_forcing, temperature, generator: as in `decode_loss`, but
             for ignored targets: a negative one is fed as 0, any other as it is. With floating-point
             inputs or targets, feedback must be "teacher", which feeds `inputs`, by default `start`

@@ -22,6 +22,8 @@ from accumext.tensors.torch_private import OptState, optimizer_states, saved_fac
 # How many operations after scaler.scale are searched, as in `scaler.scale(loss) / n`.
 _STEPS_FROM_SCALE = 4
 
+_LEAST_LOSS = 0.01  # a smaller loss is not told from one that was never scaled
+
 
 def scale_for(op: str, scaler: GradScaler, loss: Tensor, *optimizers: object) -> Scalar:
     """Return the scale by which to multiply a loss; raise if the loss is scaled already."""
@@ -124,10 +126,13 @@ def has_scaled(scaler: GradScaler, loss: Tensor) -> bool:
     return scale is not None and _is_scaled_with(loss, scale)
 
 
-def only_scales(scaler: GradScaler) -> bool:
-    """Tell whether nobody has called any other method of a scaler that is in use: it has no
-    optimizer, and its scale was never written."""
-    return not optimizer_states(scaler) and versions([scale_tensor(scaler)]) == [0]
+def may_only_have_scaled(scaler: GradScaler, loss: Tensor) -> bool:
+    """Tell whether nobody has called any other method of a scaler that is in use (it has no
+    optimizer, and its scale was never written), and this loss is as large as one that it scaled."""
+    scale = scale_tensor(scaler)
+    if scale is None or optimizer_states(scaler) or versions([scale]) != [0]:
+        return False
+    return float(loss.abs()) >= _LEAST_LOSS * float(scale)
 
 
 def _is_scaled_with(loss: Tensor, scale: Tensor | None) -> bool:

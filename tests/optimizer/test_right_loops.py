@@ -282,11 +282,14 @@ def beside_a_scaler(opt, model, x, number, scaler, own):
     (oracle.own_backward if own else one_call)(opt, loss_of(model, x))
 
 
-def products(opt, model, x, number, scaler, own):
-    """After a scaler has done its work."""
+def products(opt, model, x, number, scaler, own, steps=True):
+    """After a scaler has done its work, or has begun to."""
     if number == 0:
         other = vars(opt).setdefault("_model", nn.Linear(3, 3).double())
-        oracle.outer_scaler(oracle.sgd(other.parameters()), loss_of(other, x), scaler)
+        if steps:
+            oracle.outer_scaler(oracle.sgd(other.parameters()), loss_of(other, x), scaler)
+        else:
+            scaler.scale(loss_of(other, x)).backward()
     (oracle.own_backward if own else one_call)(opt, 0.5 * loss_of(model, x))
 
 
@@ -376,6 +379,7 @@ WITH_OPTIONS = {  # what is right for the optimizer that it is made with
         for use in (beside_a_scaler, products)
         for own in (True, False)
     },
+    "products, a scaler has begun": (partial(products, own=True, steps=False), FOUR),
     "unscaled_by_hand": (unscaled_by_hand, FOUR),
     "unscaled_and_stepped": (unscaled_and_stepped, FOUR),
     "without_synchronisation": (without_synchronisation, FOUR),

@@ -255,7 +255,7 @@ WRONG = {
         for counts in (True, False)
         for loop in (one_call, oracle.own_backward)
     },
-    "by the wrapped step, too": (by_the_wrapped_step_too, {}, "step of the wrapped optimizer"),
+    "by the wrapped step, too": (by_the_wrapped_step_too, {}, "leave that out"),
     "in another": (inside_another, {}, "Outer calls step in every micro-batch"),
     "steps of its own": (
         by_its_own_steps,
@@ -270,7 +270,7 @@ WRONG = {
         for name, body in {
             "opt.backward": partial(scaled_and_never_unscaled, own=False),
             "its own pass": partial(scaled_and_never_unscaled, own=True),
-            "a third of it": partial(scaled_and_never_unscaled, own=True, part=3),
+            "a third of it": partial(scaled_and_never_unscaled, own=False, part=3),
             "in two parts": scaled_in_two_parts,
         }.items()
     },
