@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -9,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -76,9 +78,9 @@ class Audit:
         observer.close()
         record = replace(observer.record(ended), before=self._before)
         if observer.joined and kind in (None, Done):
-            ranks: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(ranks, replace(record, before=None))
-            record = replace(record, ranks=tuple(ranks), rank=dist.get_rank())
+            device = next(observer.joined[0].parameters()).device
+            ranks = _of_all_processes(replace(record, before=None), device)
+            record = replace(record, ranks=ranks, rank=dist.get_rank())
         self._record = record
 
     @property
@@ -223,6 +225,26 @@ def audit(
         _fail_type("against", "be an audit or None", against)
     before = None if against is None else replace(against.record, before=None)
     return Audit(Observer(model, optimizer, windows), before)
+
+
+def _of_all_processes(own: Record, device: torch.device) -> tuple[Record, ...]:
+    """Return the records of all processes, sent as bytes: torch's `all_gather_object` needs NumPy,
+    which torch itself does not."""
+    if "cpu:" in dist.get_backend_config():
+        device = torch.device("cpu")
+    data = bytearray(pickle.dumps(own))
+
+    def gather(mine: Tensor) -> list[Tensor]:
+        each = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size())]
+        dist.all_gather(each, mine.to(device))
+        return [one.cpu() for one in each]
+
+    most = max(int(size) for size in gather(torch.tensor([len(data)])))
+    sent = torch.frombuffer(data.ljust(most, b"\0"), dtype=torch.uint8)
+    buffers = [bytearray(most) for _ in range(dist.get_world_size())]
+    for buffer, received in zip(buffers, gather(sent), strict=True):
+        torch.frombuffer(buffer, dtype=torch.uint8).copy_(received)
+    return tuple(pickle.loads(buffer) for buffer in buffers)
 
 
 def _fail_type(argument: str, contract: str, got: object) -> NoReturn:

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import audited
 import torch
@@ -173,14 +174,15 @@ def sharded(rank: int, world: int, divisor: int) -> dict[str, Any]:
 
 
 def stopped(rank: int, world: int) -> list[tuple[str, float]]:
-    """As the command does it: the loop is ended when two windows are complete."""
+    """As the command does it: the loop is ended when two windows are complete; without NumPy."""
     audits = []
+    missing = mock.patch.object(Tensor, "numpy", side_effect=RuntimeError("Numpy is not available"))
 
     def watch(model, optimizer):
         audits.append(Audit(Observer(model, optimizer, 2, stops=True), None))
         return audits[0]
 
-    with contextlib.suppress(Done):
+    with contextlib.suppress(Done), missing:
         never(rank, world, watch)
     return [(f.id, float(f.value)) for f in audits[0].findings]
 
