@@ -101,6 +101,11 @@ def _unjudged(view: View) -> Iterator[str]:
          "the loop keeps gradients by itself"),
         ("factors", {i for i, fit in known.items() if runs_elsewhere(view, fit)},
          "another process runs other lines"),
+        ("factors", known.keys() - {one.window.index for one in sums} - {
+            i for i, fit in known.items() if fit.by_hand or runs_elsewhere(view, fit)},
+         "the gradient holds one of an earlier window, a loss twice, or the loss scale"),
+        ("factors", set() if known else {w.index for w in view.windows} - used,
+         "no step had a gradient, or all were skipped"),
         ("divisors", by_hand := {one.window.index for one in sums if one.has_given},
          "a pass was given its gradient, as by features.backward(leaf.grad) after slices of a "
          "head, which accumext.chunked_loss does in one call"),

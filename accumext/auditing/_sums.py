@@ -212,7 +212,7 @@ def sums_of(view: View) -> tuple[Sum, ...]:
     kinds, each, joined = _kinds(view), list[list[Sum]](), list[Sum]()
     others = {one.where for fit in fits(view) for one in strangers(view, fit).values()}
     for fit in fits(view):
-        if runs_elsewhere(view, fit) or fit.by_hand or fit.earlier or view.optimizer.sums:
+        if runs_elsewhere(view, fit) or fit.by_hand or fit.earlier:
             continue
         there = tuple(part for part in fit.there if part.of.where not in others)
         of_kinds = {

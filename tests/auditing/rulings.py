@@ -69,6 +69,8 @@ from accumext.auditing._events import Constant, Record
 
 torch.manual_seed(0)  # the records are made here, once
 
+SUMMING = (replace(WRAPPED[0], sums=True),)
+
 # What no one can mean: its id, its value, its line, and words of the evidence: windows, numbers,
 # names.
 FINDINGS: list[tuple[Any, ...]] = [
@@ -117,6 +119,8 @@ FINDINGS: list[tuple[Any, ...]] = [
     ("accumulation.partial", 0.25, LOOP, record(windows(1 / 4, 4, 1, 2, 4)),
      "0.25, 0.5 times the mean over the 1, 2 micro-batches of windows 2, 3",
      "0.25, as in a window of 4"),
+    ("accumulation.partial", 3 / 4, LOOP,  # divided, and summed by a wrapper
+     record(windows(1 / 4, 4, 3), optimizers=SUMMING)),
     ("accumulation.varying", 1 / 3, LOOP,  # not by the size: other constants
      record(windows(1 / 4, 4), window(passes([1 / 6] * 2)))),
     ("accumulation.varying", 3, LOOP,  # none is right
@@ -387,6 +391,7 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
         "the divisor of what it holds": record(windows(1 / 4, 4), windows(1 / 2, 2)),
         "skipped": record(windows(1 / 4, 4), skipped(passes(QUARTERS[:2]))),
         "sums over all targets": record(windows(1.0, 4, 2, reduction="sum")),
+        "a weight, and a wrapper that sums": record(windows(0.5, 4, 4, 2), optimizers=SUMMING),
         "a second constant beside the divisor": record(*(
             window([two_constants(1 / 8, 1 / size) for _ in range(size)]) for size in (4, 2))),
     },
@@ -395,7 +400,10 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
         "no sum of its passes": record(windows(1 / 4, 4), passes([1.0] * 4), step(random_sketch())),
         "two closure calls": record(windows(1 / 4, 4), window(passes([1.0] * 4), closure_calls=2)),
         "a wrapper that sums": record(
-            windows(1.0, 4), windows(0.5, 4), optimizers=(replace(WRAPPED[0], sums=True),)),
+            windows(1.0, 4), windows(0.5, 4), optimizers=SUMMING),
+        "a wrapper that sums what is weighted by targets": record(
+            window(passes(COUNTS, COUNTS)), window(passes([2.0, 9.0], [2.0, 9.0])),
+            optimizers=SUMMING),
         "roots that are no numbers": record(
             own_sums(1 / 4, 4, scalar=False), own_sums(1 / 2, 4, scalar=False)),
     },
@@ -422,7 +430,7 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
         "means over five steps": of_steps(1 / 20),
         "sums over five steps": of_steps(1 / 4),
         "a wrapper that sums": record(
-            windows(1.0, 4), optimizers=(replace(WRAPPED[0], sums=True),)),
+            windows(1.0, 4, 2), optimizers=SUMMING),
     },
     "accumulation.divided_by_more": {
         "a mean within the tolerance": record(window(passes([0.2496] * 4))),

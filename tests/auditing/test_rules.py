@@ -40,9 +40,10 @@ from records import (
     updated_inside,
     window,
     windows,
+    with_earlier,
     with_nan,
 )
-from rulings import FINDINGS, NEIGHBOURS, QUESTIONS
+from rulings import FINDINGS, NEIGHBOURS, QUESTIONS, SUMMING
 
 from accumext.auditing import _accumulation, _rules
 from accumext.auditing._events import Record, view_of
@@ -271,6 +272,7 @@ CHECKED = [
     (lambda: record(windows(1 / 4, 4)), ("factors of 1 window", "4 graphs")),
     (lambda: record(window([*passes(QUARTERS), backward(where="train.py:12")])),
      ("factors of 1 window", "5 graphs")),
+    (lambda: record(windows(1.0, 4, 2), optimizers=SUMMING), ("factors of 2 windows", "6 graphs")),
     (lambda: of_two(1 / 4, 1 / 2), ("factors of 2 windows", "6 graphs")),
     (lambda: record(backward(), step(random_sketch())), ("factors of 0 windows", "1 graph")),
     (lambda: record(window([backward()]), call("schedule"), average(), average(),
@@ -291,6 +293,8 @@ UNJUDGED = {
         window([backward()], closure_calls=2)),
     "factors of 1 window: the loop keeps gradients by itself": lambda: record(
         a := backward(), call("zero_grad"), b := backward(), step(total([a, b], [1.0, 0.5]))),
+    "factors of 2 windows: the gradient holds one of an earlier": lambda: with_earlier(0.5),
+    "factors of 2 windows: no step had a gradient": lambda: record(skipped([backward()]) * 2),
     "divisors of 2 windows: losses that end in sum()": lambda: record(own_sums(1.0, 4, 4)),
     "divisors of 1 window": lambda: record(window([backward(scalar=False)])),
     "Adam steps on tensors that no backward pass reaches": lambda: two(
@@ -306,10 +310,11 @@ def test_what_could_not_be_told(words):
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: record(windows(1 / 4, 4)), lambda: record(skipped([backward()])),
+    [lambda: record(windows(1 / 4, 4)),
+     lambda: record(skipped([backward()]), window([backward()])),
      lambda: record(step(torch.zeros(3, 8), present=frozenset()), window([backward()])),
      lambda: of_two(1 / 4, 1 / 2)],
-    ids=["a mean", "skipped", "a step without a pass", "two optimizers"],
+    ids=["a mean", "some skipped", "a step without a pass", "two optimizers"],
 )  # fmt: skip
 def test_all_was_told(build):
     assert judge(build()).unjudged == ()
