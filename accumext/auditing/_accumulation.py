@@ -26,6 +26,7 @@ from accumext.auditing._sums import (
 )
 from accumext.auditing._words import Found, finding, numbered, several, some
 
+_STEPS = 16  # losses of one pass that are of steps in time; terms of a loss are fewer
 _ROUNDING_HALF = 0.05  # relative, of a factor, if gradients are of half precision
 
 # --- factors over the mean ------------------------------------------------------------------------
@@ -46,6 +47,40 @@ def factors(view: View) -> Found:
     for one in [one for found in said.values() for one in found]:
         if all(said.values()) or not one.id.startswith("accumulation.divided_by"):
             yield one  # if another loss is right, a constant factor is a weight
+    if len(said) == 1 and not any(said.values()):  # with several losses it may be a weight
+        yield from _of_many_losses(every)
+
+
+def _of_many_losses(sums: list[Sum]) -> Found:
+    """Ask about passes that sum the losses of their steps, and about one division too many, by the
+    number of losses, of passes or of both: other factors, and halves, may be weights."""
+    counts = {len(main_losses(part.of)) for one in sums for part in one.parts}
+    losses = [loss for one in sums for part in one.parts for loss in part.of.losses]
+    means = all(loss.reduction == "mean" for loss in losses)
+    if not means or len(counts) > 1 or not all(one.certain for one in sums):
+        return
+    factors, steps, full = [sum(one.weights()) for one in sums], counts.pop(), usual_size(sums)
+    many = {part.of.graph.calls >= steps for one in sums for part in one.parts} == {True}
+    summed = steps >= _STEPS and many and same(factors[0], steps)
+    numbers = {n for n in (steps, full, steps * full) if n > 2}
+    twice = next((n for n in sorted(numbers) if same(factors[0] * n, 1.0)), 0)
+    equal = all(
+        alike(abs(loss.coefficient) for loss in part.of.losses)
+        for one in sums for part in one.parts
+    )  # fmt: skip
+    if not (alike(factors) and equal and (summed or twice)):
+        return
+    first, passes = sums[0].parts[0].of, several(full, "pass")
+    by = abs(factors[0] * first.scale / (first.coefficient or 1.0))
+    of = f"the mean over the losses of {numbered(one.window for one in sums)}"
+    yield finding(
+        f"accumulation.divided_by_{'less' if summed else 'more'}", factors[0], sums[0].kind,
+        f"the gradient is {factors[0]:.4g} times {of}: "
+        + (f"a pass sums {steps}; divided by {by:.4g} each ({passes} of {steps} losses in a "
+           "window), they give the mean" if summed else
+           f"a window has {passes} of {several(steps, 'loss')}, and a division by {twice} is one "
+           "too many for their mean"),
+    )  # fmt: skip
 
 
 def _whole(view: View) -> list[Sum]:
@@ -174,7 +209,12 @@ def _said(
     one = sums[0].judged and means and len(factors) == len(given) == 1 and not full
     first = sums[0].parts[0].of
     divisor = abs(worst * first.scale / (first.coefficient or 1.0))
-    right = f"; divided by {divisor:.4g} each, they give the mean" if one else ""
+    steps = len(main_losses(first))
+    many = same(sum(sums[0].weights()), worst * steps) and steps > 1
+    how = f" ({several(sums[0].size, 'pass')} of {steps} losses)" if many else ""
+    divisor *= steps if many else 1
+    right = f"; divided by {divisor:.4g} each{how}, they give the mean" if one else ""
+    right += " over all" if one and many else ""
     return finding(
         f"accumulation.{id}", worst, sums[0].kind,
         f"{known}the gradient is {shown} times {of} "

@@ -62,7 +62,7 @@ accumulation.divided_by_more: divided by more than the window
   right if the loss has this weight
 accumulation.divided_by_less: divided by less than the window
   divide by what the window holds, or AccumulatingOptimizer, which does
-  right if the loss has this weight
+  right if the loss has this weight, or is a sum over steps that is meant
 accumulation.window_of_one: accumulation without effect
   let a window hold more than one micro-batch, or do not divide
   right if the loss has this weight

@@ -225,6 +225,22 @@ def of_steps(coefficient: float) -> Record:
     return record(window(many))
 
 
+def summing(losses: int, calls: int) -> Record:
+    """Four micro-batches, divided by four, of so many losses through one parameter each."""
+    kept = replace(SMALL, calls=calls)
+    many = [backward(0.25, losses=[loss(0.25) for _ in range(losses)], graph=kept) for _ in "four"]
+    return record(window(many))
+
+
+def divided_twice(size: int, losses: int, by: float) -> Record:
+    """A window of means over so many losses, divided by its size and by something more."""
+    constants = Constant(1 / size, True), Constant(by, True)
+    return record(window([
+        backward(by / size, losses=[loss(by / size / losses) for _ in range(losses)],
+                 constants=constants) for _ in range(size)
+    ]))  # fmt: skip
+
+
 def with_penalty(**changes: Any) -> Record:
     """Micro-batches of unequal counts, whose losses have a term beside that counts nothing."""
     terms = [

@@ -28,6 +28,7 @@ from records import (
     call,
     clip,
     detaching,
+    divided_twice,
     generator_and_critic,
     graph,
     half,
@@ -52,6 +53,7 @@ from records import (
     step,
     stepped,
     steps_at_the_end,
+    summing,
     total,
     truncated,
     two,
@@ -224,6 +226,13 @@ QUESTIONS: list[tuple[Any, ...]] = [
      record(
          windows(1.0, 4),
          window([backward(), backward(gradient=random_sketch([0]), order=(0,))]))),
+    ("accumulation.divisor_missing", 4, LOOP, of_steps(1.0),
+     "divided by 20 each (4 passes of 5 losses), they give the mean over all"),
+    ("accumulation.divided_by_less", 16, LOOP, summing(16, 16),
+     "a pass sums 16; divided by 64 each (4 passes of 16 losses in a window)"),
+    ("accumulation.divided_by_more", 1 / 3, LOOP, divided_twice(4, 3, 1 / 3),
+     "4 passes of 3 losses, and a division by 3 is one too many"),
+    ("accumulation.divided_by_more", 1 / 12, LOOP, divided_twice(4, 3, 1 / 12), "by 12"),
     ("accumulation.divided_by_more", 1 / 4, LOOP, record(window(passes(QUARTERS), 0.25))),
     ("accumulation.divided_by_more", 1 / 4, LOOP, record(window(passes([1 / 16] * 4)))),
     ("accumulation.divided_by_more", 0.4, LOOP, record(window(passes([0.1] * 4)))),
@@ -436,6 +445,8 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
         "a mean within the tolerance": record(window(passes([0.2496] * 4))),
         "a mean within that of half precision": record(window(passes([0.2425] * 4)), half=BOTH),
         "an average over windows": with_earlier(0.5, 1 / 8),
+        "half of a mean over two": divided_twice(4, 2, 1 / 2),
+        "a weight": divided_twice(4, 3, 1 / 5),
         "roots that are no numbers": record(own_sums(1 / 4, 3, 3, scalar=False)),
         "a mean of sums": record(window(passes(QUARTERS, COUNTS, reduction="sum"))),
         "the negative of a mean": record(window(passes([-0.25] * 4))),
@@ -446,6 +457,8 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
     },
     "accumulation.divided_by_less": {
         "a mean within the tolerance": record(window(passes([0.2504] * 4))),
+        "fifteen terms of a loss": summing(15, 15),
+        "sixteen heads": summing(16, 1),
         "gradients that the loop has kept": record(
             a := backward(), call("zero_grad"), b := backward(), step(total([a, b]))),
         "a mean of two losses each": record(window(
