@@ -20,6 +20,7 @@ from accumext.auditing._sums import (
     nodes_of,
     own_clips,
     same,
+    still_scaled,
     strangers,
     sums_of,
     usual_size,
@@ -84,8 +85,9 @@ def _of_many_losses(sums: list[Sum]) -> Found:
 
 
 def _whole(view: View) -> list[Sum]:
-    """Return the sums of windows whose gradient has not lost a micro-batch."""
+    """Return the sums of windows whose gradient is unscaled, and has not lost a micro-batch."""
     cleared = {fit.window.index for fit in fits(view) if list(_gone(fit, fit.parts))}
+    cleared |= {one.window.index for one in still_scaled(view)}  # of which `scalers` speaks
     return [one for one in sums_of(view) if one.window.index not in cleared]
 
 

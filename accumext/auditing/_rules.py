@@ -21,7 +21,7 @@ from accumext.auditing._events import (
 )
 from accumext.auditing._fit import Fit, finite, fits
 from accumext.auditing._passes import UNNAMED
-from accumext.auditing._sums import keeps_scale, same
+from accumext.auditing._sums import keeps_scale, same, still_scaled
 from accumext.auditing._words import Found, finding, mib, named, numbered, several, some
 
 _MANY_CALLS = 16  # uses of a parameter in the graph of one loss; shared layers have fewer
@@ -116,6 +116,12 @@ def _clipped_in_part(view: View) -> Found:
 
 def scalers(view: View) -> Found:
     """Report a GradScaler whose methods are called in a wrong order."""
+    for one in still_scaled(view)[:1]:
+        scale = one.parts[0].of.scale
+        yield finding(
+            "scaler.unscale_missing", scale, one.window.step.where,
+            f"the step used gradients times the loss scale, {scale:g}",
+        )  # fmt: skip
     if view.optimizer.wrapped:
         return
     for events in _parts_of(view):

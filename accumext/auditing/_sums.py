@@ -243,6 +243,15 @@ def keeps_scale(scale: float, factor: float, passes: int) -> bool:
     return scale != 1.0 and any(same(factor, share) for share in (1.0, 1 / passes))
 
 
+def still_scaled(view: View) -> list[Sum]:
+    """Return the sums of a wrapper that are means times the loss scale, which it does not know."""
+    scaled = [one for one in sums_of(view) if one.parts[0].of.scale != 1.0]
+    return [
+        one for one in scaled if view.optimizer.wrapped
+        and any(same(c, one.parts[0].of.scale) for c in one.readings().values())
+    ]  # fmt: skip
+
+
 def runs_elsewhere(view: View, fit: Fit) -> bool:
     """Tell whether a pass of another process ran at a line at which none of this one did."""
     return not {part.of.where for part in fit.there} <= {one.where for one in view.passes}

@@ -29,7 +29,8 @@ step.skipped: steps skipped
   opt.last.nonfinite of AccumulatingOptimizer names parameters
   right if the loss scale still falls to its first good value
 scaler.unscale_missing: unscale missing
-  scaler.step(optimizer) instead of optimizer.step()
+  scaler.step(optimizer) instead of optimizer.step(); or AccumulatingOptimizer(optimizer,
+  scaler=scaler) and opt.backward(loss)
 accumulation.lost: micro-batches lost
   optimizer.zero_grad() after optimizer.step(), and nowhere else
 accumulation.counted_again: micro-batches counted again

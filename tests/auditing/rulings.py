@@ -90,6 +90,9 @@ FINDINGS: list[tuple[Any, ...]] = [
      record(window(passes(QUARTERS)), skipped([backward(0.5), backward(0.5, value=NAN)]))),
     ("scaler.unscale_missing", SCALE, STEP, scaled(factor=1.0), "times the loss scale, 1024"),
     ("scaler.unscale_missing", 0.5, STEP, scaled(factor=1.0, scale=0.5)),
+    ("scaler.unscale_missing", SCALE, STEP,  # of a wrapper that has not been given the scaler
+     record(window(passes([1.0] * 4, scale=SCALE), 1 / 4), optimizers=WRAPPED),
+     "times the loss scale, 1024"),
     ("accumulation.lost", 3, LOOP, record(window(passes(QUARTERS), [0.0, 0.0, 0.0, 1.0])),
      "3 of the 4 micro-batches of a window are not in the gradient that"),
     ("accumulation.lost", 4, LOOP,
@@ -358,7 +361,8 @@ NEIGHBOURS: dict[str, dict[str, Record]] = {
         "by the scaler": scaled(through_scaler=True),
         "by hand": scaled(),
         "by a call": scaled(call("unscale_"), clip()),
-        "by the wrapper": replace(scaled(factor=1.0), optimizers=WRAPPED),
+        "by the wrapper": record(
+            window(passes([1.0] * 4, scale=SCALE), 1 / 4 / SCALE), optimizers=WRAPPED),
         "scaled gradients, and a call": scaled(call("unscale_"), factor=1.0),
         "scaled gradients, and the scaler": scaled(factor=1.0, through_scaler=True),
     },
