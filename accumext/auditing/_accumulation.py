@@ -202,7 +202,9 @@ def _said(
 ) -> Finding:
     """Describe wrong factors; the one furthest from 1 is the value. `full`: the usual size."""
     worst = max(factors, key=lambda c: abs(math.log(abs(c) or 1e-9)))
-    sizes = some(dict.fromkeys(str(one.size) for one in sums))
+    usual = usual_size(sums)
+    rest = [s for s in sums if s.size != usual]
+    odd = some(f"{s.size} in window {s.window.index + 1}" for s in rest)
     given = {f"{part.of.coefficient / part.of.scale:.4g}" for s in sums for part in s.parts}
     means = any(same(c, worst) for one in sums for c in one.readings().values())
     shown = some(dict.fromkeys(f"{c:.4g}" for c in factors), 4)
@@ -220,8 +222,8 @@ def _said(
     return finding(
         f"accumulation.{id}", worst, sums[0].kind,
         f"{known}the gradient is {shown} times {of} "
-        f"the {sizes} {'micro-batch' if sizes == '1' else 'micro-batches'} of "
-        f"{numbered(one.window for one in sums)}; their losses were multiplied by "
+        f"the {several(usual, 'micro-batch')} of {numbered(one.window for one in sums)}"
+        f"{f' ({odd})' if odd else ''}; their losses were multiplied by "
         f"{some(sorted(given))}" + (f", as in a window of {full}" if full else "") + right,
         asks,
     )  # fmt: skip
@@ -406,7 +408,7 @@ def unused(view: View) -> Found:
     if since and view.record.ended:
         yield finding(
             "accumulation.unused", len(since), since[-1].where,
-            f"the last {several(len(since), 'micro-batch')} came after the last step, whose "
+            f"the last {several(len(since), 'pass')} came after the last step, whose "
             f"windows hold {usual_size(sums_of(view))}",
         )  # fmt: skip
 

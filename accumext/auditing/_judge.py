@@ -91,12 +91,14 @@ def _unjudged(view: View) -> Iterator[str]:
         yield f"the end of an epoch, which {reached} may not reach: give --windows or windows= more"
     used = {w.index for w in view.windows if not w.step.skipped and w.passes and w.step.present}
     unknown = used - known.keys()
-    few = {i for i in unknown if _is_one_number(view.windows[i])}
+    apart = unknown & _rules.apart(view).keys()
+    few = {i for i in unknown - apart if _is_one_number(view.windows[i])}
     for what, indices, why in (
         ("factors", few, "a gradient of one number, which is no plain sum of the passes, nor their "
          "mean: any factor explains it"),
-        ("factors", unknown - few, "the gradient is no sum of the passes, as after a change "
-         "of its elements, or after several calls of a closure"),
+        ("factors", apart, "the ranks' gradients were not reduced alike"),
+        ("factors", unknown - few - apart, "the gradient is no sum of the passes, as after a "
+         "change of its elements, or after several calls of a closure"),
         ("factors", {i for i, fit in known.items() if fit.by_hand},
          "the loop keeps gradients by itself"),
         ("factors", {i for i, fit in known.items() if runs_elsewhere(view, fit)},
@@ -107,8 +109,8 @@ def _unjudged(view: View) -> Iterator[str]:
         ("factors", set() if known else {w.index for w in view.windows} - used,
          "no step had a gradient, or all were skipped"),
         ("divisors", by_hand := {one.window.index for one in sums if one.has_given},
-         "a pass was given its gradient, as by features.backward(leaf.grad) after slices of a "
-         "head, which accumext.chunked_loss does in one call"),
+         "a pass was given its gradient, as after slices of a head, which accumext.chunked_loss "
+         "runs in one pass"),
         ("divisors", {one.window.index for one in sums if not one.judged} - by_hand,
          "losses that end in sum(), of an unknown number of targets"),
     ):  # fmt: skip

@@ -261,28 +261,43 @@ def _on_skipped(view: View, name: str, words: str) -> Found:
 
 def processes(view: View) -> Found:
     """Report a DistributedDataParallel that reduces too often, or not enough."""
+    if differing := frozenset[int]().union(*apart(view).values()):
+        kept = any(one.shares for one in view.passes)
+        why = (
+            ": DistributedDataParallel reduces one backward pass per forward pass, and the later "
+            "ones through a retained graph stay local"
+        ) * kept
+        yield finding(
+            "processes.not_reduced", len(differing), view.windows[0].step.where,
+            f"the ranks stepped on different gradients of {named(view.record, differing)}{why}",
+        )  # fmt: skip
+        return
     sums = [only(events, Pass) for events in _parts_of(view)]
-    vain = max(map(_reduced_again, sums), key=lambda some: sum(e.sent for e in some), default=[])
-    if wasted := sum(one.sent for one in vain):
+    most = max(sums, key=lambda some: sum(e.sent for e in _reduced_again(some)), default=[])
+    vain = [one for one in _reduced_again(most) if one.sent]
+    if vain:
+        wasted, number = sum(one.sent for one in vain), sum(one.sent > 0 for one in most)
+        need = "one has" if number == len(vain) + 1 else f"{number - len(vain)} have"
         alone = any(one.without_sync for one in vain)
         why = "; no_sync was on in the backward pass, and has to be in the forward pass" * alone
         yield finding(
             "processes.reduced_each", wasted, vain[0].where,
-            f"{len(vain) + 1} passes of a window reduced their gradients, where one has to: "
+            f"{number} passes of a window reduced their gradients, where {need} to: "
             f"{mib(wasted)} per rank for nothing{why}",
             asks=not alone,
         )  # fmt: skip
-    differing: set[int] = set()
-    for steps in zip(*(rank.windows for rank in view.ranks), strict=False):
+
+
+def apart(view: View) -> dict[int, set[int]]:
+    """Return the parameters whose gradients differ between the ranks, by the window."""
+    found = dict[int, set[int]]()
+    for number, steps in enumerate(zip(*(rank.windows for rank in view.ranks), strict=False)):
         used = [w.step.used for w in steps if w.step.used is not None and finite(w.step.used)]
         for a, b in pairwise(used):
-            apart = (a - b).norm(dim=1) > _SAME_BITS * (a.norm(dim=1) + b.norm(dim=1))
-            differing |= set(apart.nonzero()[:, 0].tolist())
-    if differing:
-        yield finding(
-            "processes.not_reduced", len(differing), view.windows[0].step.where,
-            f"the ranks stepped on different gradients of {named(view.record, differing)}",
-        )  # fmt: skip
+            unlike = (a - b).norm(dim=1) > _SAME_BITS * (a.norm(dim=1) + b.norm(dim=1))
+            if unlike.any():
+                found.setdefault(number, set()).update(unlike.nonzero()[:, 0].tolist())
+    return found
 
 
 def _reduced_again(passes: Sequence[Pass]) -> list[Pass]:

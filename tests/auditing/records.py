@@ -191,9 +191,11 @@ def with_nan() -> Tensor:
     return sketch
 
 
-def ranked(*counts: float, differ: float = 0.0, lines: Sequence[str] = (LOOP, LOOP)) -> Record:
+def ranked(
+    *counts: float, differ: float = 0.0, lines: Sequence[str] = (LOOP, LOOP), **changes: Any
+) -> Record:
     """Two processes that average their gradients, with one micro-batch of so many targets each."""
-    each = [backward(1.0, n, where=line) for n, line in zip(counts, lines, strict=True)]
+    each = [backward(1.0, n, where=line, **changes) for n, line in zip(counts, lines, strict=True)]
     mean = total(each, 1 / len(each))
     mine = [mean.clone() for _ in each]
     mine[-1][1] *= 1 + differ

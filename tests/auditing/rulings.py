@@ -122,7 +122,7 @@ FINDINGS: list[tuple[Any, ...]] = [
     ("accumulation.partial", 1 / 4, LOOP, record(windows(1 / 4, 4, 3, 1, 4))),
     ("accumulation.partial", 3 / 4, LOOP, record(own_sums(1 / 4, 4, 3))),
     ("accumulation.partial", 0.25, LOOP, record(windows(1 / 4, 4, 1, 2, 4)),
-     "0.25, 0.5 times the mean over the 1, 2 micro-batches of windows 2, 3",
+     "0.25, 0.5 times the mean over the 1 micro-batch of windows 2, 3 (2 in window 3)",
      "0.25, as in a window of 4"),
     ("accumulation.partial", 3 / 4, LOOP,  # divided, and summed by a wrapper
      record(windows(1 / 4, 4, 3), optimizers=SUMMING)),
@@ -174,6 +174,9 @@ FINDINGS: list[tuple[Any, ...]] = [
      "2 times in a window"),
     ("processes.not_reduced", 1, STEP, ranked(8.0, 8.0, differ=1e-9),
      "different gradients of bias"),
+    ("processes.not_reduced", 1, STEP,  # of slices with retain_graph; and not how often
+     ranked(8.0, 8.0, differ=1e-9, shares=True, sent=100),
+     "different gradients of bias: Distr", "ones through a retained graph stay local"),
     ("processes.reduced_each", 300, LOOP, no_sync(150, 150, 150), "no_sync was on in the backward"),
     ("schedule.before_first_step", 1, CALL, record(
         stepped([backward()], call("schedule")), call("zero_grad"))),
@@ -267,11 +270,11 @@ QUESTIONS: list[tuple[Any, ...]] = [
     ("accumulation.dropped", 1, LOOP, record(window(passes([1 / 3] * 4), [0.0, 1.0, 1.0, 1.0]))),
     ("accumulation.unused", 2, LOOP,
      record(windows(1 / 4, 4, 4), passes(QUARTERS[:2])),
-     "the last 2 micro-batches came after the last step, whose windows hold 4"),
+     "the last 2 passes came after the last step, whose windows hold 4"),
     ("accumulation.sum", 1 / 8, LOOP, record(
         window(passes([1 / 8] * 4, COUNTS, reduction="sum")),
         window(passes([1 / 8] * 2, [4.0, 9.0], reduction="sum"))),
-     "0.125 times", "4, 2 micro-batches of windows 1, 2", "multiplied by 0.125"),
+     "0.125 times", "4 micro-batches of windows 1, 2 (2 in window 2)", "multiplied by 0.125"),
     ("clip.part", 1, CLIP,
      record(backward(), clip(parameters=frozenset({0})), step(random_sketch())),
      "1 of the 2 parameters of the step were not clipped: bias"),
@@ -280,6 +283,10 @@ QUESTIONS: list[tuple[Any, ...]] = [
          window([backward(1 / 3, sent=n) for n in sent]) for sent in ((0, 0, 900), [150] * 3)))),
     ("processes.reduced_each", 4096, LOOP, record(window(passes([1 / 3] * 3, sent=2048))),
      "3 passes of a window reduced", "4 KiB per rank for nothing"),
+    ("processes.reduced_each", 2048, LOOP, record(window([  # of two modules
+        backward(1 / of, sent=2048, gradient=random_sketch([n]), order=(n,), where=line)
+        for n, of, line in ((0, 2, LOOP), (0, 2, LOOP), (1, 1, "train.py:12"))])),
+     "3 passes of a window reduced", "where 2 have to: 2 KiB"),
     ("processes.unequal_counts", 4, LOOP, ranked(12.0, 3.0), "12, 3 targets", "up to 4 times"),
     ("schedule.per_micro_batch", 2, CALL, record(
         window([backward()]), after_each(passes([0.5, 0.5]), call("schedule")))),

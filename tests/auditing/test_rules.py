@@ -27,6 +27,7 @@ from records import (
     call,
     clip,
     graph,
+    of_ranks,
     other,
     own_sums,
     passes,
@@ -296,6 +297,8 @@ UNJUDGED = {
     "factors of 2 windows: the gradient holds one of an earlier": lambda: with_earlier(0.5),
     "factors of 2 windows: no step had a gradient": lambda: record(skipped([backward()]) * 2),
     "divisors of 2 windows: losses that end in sum()": lambda: record(own_sums(1.0, 4, 4)),
+    "factors of 1 window: the ranks' gradients were not reduced alike": lambda: of_ranks(
+        *(record(backward(), step(random_sketch())) for _ in range(2))),
     "divisors of 1 window": lambda: record(window([backward(scalar=False)])),
     "Adam steps on tensors that no backward pass reaches": lambda: two(
         window([backward()]), step(random_sketch(OTHER), optimizer=1, present=OTHER)),
