@@ -59,10 +59,11 @@ accumulation.divisor_missing: divisor missing
   right if the sum of the losses is meant, as of the terms of one loss
 accumulation.divided_by_more: divided by more than the window
   divide once, the loss or the gradient, by what the window holds; for AccumulatingOptimizer:
-  neither
+  neither, and `with opt.micro_batch():` around the passes of one micro-batch, as tbptt's are
   right if the loss has this weight
 accumulation.divided_by_less: divided by less than the window
-  divide by what the window holds, or AccumulatingOptimizer, which does
+  divide by what the window holds, or AccumulatingOptimizer, which does if its step is called after
+  every pass
   right if the loss has this weight, or is a sum over steps that is meant
 accumulation.window_of_one: accumulation without effect
   let a window hold more than one micro-batch, or do not divide
