@@ -22,9 +22,9 @@ from accumext.auditing._steps import Done
 _CURES = {  # of errors of torch that end a script, by words of theirs
     "Trying to backward through the graph a second time": "time steps tied by a state need one "
     "pass for all of them, accumext.decode_loss, or a detached state, accumext.tbptt(k1=1); a "
-    "batch that goes on from the one before begins with its state.detach(), as out.state.detach() of "
-    "decode_loss; slices of a head, which share their features, need accumext.chunked_loss, whose "
-    "head_loss returns the loss and does not call backward",
+    "batch that goes on from the one before begins with its state.detach(), as out.state.detach() "
+    "of decode_loss; slices of a head, which share their features, need accumext.chunked_loss, "
+    "whose head_loss returns the loss and does not call backward",
     "modified by an inplace operation": "a step of the optimizer, or a write into a state, came "
     "between forward and backward; step after the last backward pass, and make new tensors by "
     "torch.where",
