@@ -15,14 +15,11 @@ from torch.amp import GradScaler
 from accumext.optimizer._settings import OP
 from accumext.tensors import scalars
 from accumext.tensors.checks import fail_value, message
-from accumext.tensors.kinds import versions
 from accumext.tensors.scalars import Scalar, as_tensor, on_device, to_host_if_free
 from accumext.tensors.torch_private import OptState, optimizer_states, saved_factor, scale_tensor
 
 # How many operations after scaler.scale are searched, as in `scaler.scale(loss) / n`.
 _STEPS_FROM_SCALE = 4
-
-_LEAST_LOSS = 0.01  # a smaller loss is not told from one that was never scaled
 
 
 def scale_for(op: str, scaler: GradScaler, loss: Tensor, *optimizers: object) -> Scalar:
@@ -124,15 +121,6 @@ def has_scaled(scaler: GradScaler, loss: Tensor) -> bool:
     """Tell whether a scaler that is in use has scaled this loss."""
     scale = scale_tensor(scaler)
     return scale is not None and _is_scaled_with(loss, scale)
-
-
-def may_only_have_scaled(scaler: GradScaler, loss: Tensor) -> bool:
-    """Tell whether nobody has called any other method of a scaler that is in use (it has no
-    optimizer, and its scale was never written), and this loss is as large as one that it scaled."""
-    scale = scale_tensor(scaler)
-    if scale is None or optimizer_states(scaler) or versions([scale]) != [0]:
-        return False
-    return float(loss.abs()) >= _LEAST_LOSS * float(scale)
 
 
 def _is_scaled_with(loss: Tensor, scale: Tensor | None) -> bool:

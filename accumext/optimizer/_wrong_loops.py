@@ -10,7 +10,6 @@ import math
 import sys
 from collections.abc import Sequence
 from functools import partial
-from threading import get_ident
 from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
@@ -23,16 +22,16 @@ from torch.linalg import vector_norm
 from torch.optim import Optimizer
 
 from accumext.optimizer._accelerate import is_accelerated
-from accumext.optimizer._engine import LEAVING, Engine, engines_alive, others_of
+from accumext.optimizer._engine import LEAVING, Engine, others_of
 from accumext.optimizer._grads import GONE, grads_of, is_none, present
 from accumext.optimizer._proxy import OptimizerProxy
-from accumext.optimizer._scaler import has_scaled, is_product, may_only_have_scaled, scalers_in_use
+from accumext.optimizer._scaler import has_scaled, is_product, scalers_in_use
 from accumext.optimizer._warnings import warn_of_release, warn_of_scaled
 from accumext.optimizer._wrong_losses import are_counts, is_divided, summed_sizes
 from accumext.tensors import scalars
 from accumext.tensors.kinds import main_dtype, versions
 from accumext.tensors.scalars import Scalar
-from accumext.tensors.torch_private import differentiated, gradient_hooks, leaf_of, not_compiled
+from accumext.tensors.torch_private import gradient_hooks, leaf_of, not_compiled
 
 _WINDOWS = 2  # how many windows are watched
 _LOOKED_AT = 8  # about how many parameters are read, to see whether all were written
@@ -178,9 +177,6 @@ class Watch:
             self._passes.end()
             if size > 1 and pending and scaled:
                 self._see_factor(engine, self._passes.factor(parameters))
-            product = self._passes.product
-            if pending and not (scaled or self._sought or product is None):
-                self._see_scaler(engine, product, self._passes.factor(parameters))
             clips = not (scaled or (dist.is_available() and dist.is_initialized()))
             told = "around" in engine.warned  # an optimizer around may have written gradients
             if size > 1 and pending and not told and self._passes.sum_up(parameters, clips):
@@ -200,15 +196,6 @@ class Watch:
         watches = size > 1 and pending and not engine.reducer.sharded
         goes_on = not self._windows or self._factor is not None  # two factors are compared
         self._passes = _Passes(parameters) if watches and goes_on else None
-
-    def _see_scaler(self, engine: Engine, loss: Tensor, factor: float | None) -> None:
-        """Warn if gradients of own passes, which nobody has changed, are of a product, and there is
-        a GradScaler that has scaled losses and does nothing else."""
-        self._sought = True
-        own = {id(one.settings.scaler) for one in engines_alive()}
-        known = [scaler for scaler in scalers_in_use() if id(scaler) not in own]
-        if factor is None and any(may_only_have_scaled(scaler, loss) for scaler in known):
-            warn_of_scaled(engine)
 
     def _see_passes(self, engine: Engine) -> None:
         """Warn if every call of step came after as many backward passes, each a micro-batch. One
@@ -371,19 +358,12 @@ class _Passes:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._left = dict[int, _Gradient]()  # by the id of a parameter
-        self._thread = get_ident()
-        self._looked = False
-        self.product: Tensor | None = None  # the loss of the first pass, if `is_product` is true
         # Hooks are on autograd nodes: on parameters, copies and pickles would contain them.
         self._nodes = [get_gradient_edge(p).node for p in parameters if p.requires_grad]
         self._handles = [node.register_hook(partial(self._take, node)) for node in self._nodes]
 
     @torch.no_grad()
     def _take(self, node: Any, *_: object) -> None:
-        if not self._looked:
-            self._looked = True
-            losses = [t for t in differentiated(self._thread) if t.numel() == 1 and is_product(t)]
-            self.product = losses[0].detach() if losses else None
         parameter = leaf_of(node)
         if parameter is None or parameter.grad is None:  # a hook of the user's was faster
             return

@@ -181,19 +181,6 @@ def shape_into(node: Any) -> torch.Size:
     return shape
 
 
-_BACKWARD_CODE = torch.autograd.backward.__code__
-
-
-def differentiated(thread: int) -> list[Tensor]:
-    """Return the tensors whose backward pass a thread is in, for a hook, which may run in another
-    thread. Only the frame of `torch.autograd.backward` is read, which soon ends."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code is not _BACKWARD_CODE:
-        frame = frame.f_back
-    tensors = () if frame is None else frame.f_locals["tensors"]
-    return [t for t in tensors if isinstance(t, Tensor)] if isinstance(tensors, tuple) else []
-
-
 def saved_factor(node: Any) -> object:
     """Return the second operand that a multiplication's node has saved; None if it has not."""
     return getattr(node, "_saved_other", None)

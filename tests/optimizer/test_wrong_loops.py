@@ -177,9 +177,8 @@ def beside_those_that_are_scaled(opt, model, x, number, scaler):
     (oracle.own_backward if number % 2 else one_call)(opt, loss_of(model, x))
 
 
-def scaled_and_never_unscaled(opt, model, x, number, scaler, own, part=1):
-    loss = scaler.scale(loss_of(model, x)) / part
-    (oracle.own_backward if own else one_call)(opt, loss)
+def scaled_and_never_unscaled(opt, model, x, number, scaler, part=1):
+    one_call(opt, scaler.scale(loss_of(model, x)) / part)
 
 
 def scaled_in_two_parts(opt, model, x, number, scaler):
@@ -268,9 +267,8 @@ WRONG = {
     **{
         f"scaled alone, {name}": (body, {}, "the loss was scaled, and nobody unscales its grad")
         for name, body in {
-            "opt.backward": partial(scaled_and_never_unscaled, own=False),
-            "its own pass": partial(scaled_and_never_unscaled, own=True),
-            "a third of it": partial(scaled_and_never_unscaled, own=False, part=3),
+            "opt.backward": scaled_and_never_unscaled,
+            "a third of it": partial(scaled_and_never_unscaled, part=3),
             "in two parts": scaled_in_two_parts,
         }.items()
     },
