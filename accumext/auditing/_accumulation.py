@@ -226,6 +226,8 @@ def _said(
         f"{f' ({odd})' if odd else ''}; their losses were multiplied by "
         f"{some(sorted(given))}" + (f", as in a window of {full}" if full else "") + right,
         asks,
+        cure=f"divide the loss of a pass by its {steps} losses; AccumulatingOptimizer(optimizer, "
+        f"window={sums[0].size}) divides by the passes" if one and many else "",
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from accumext.auditing._events import (
     Pass,
     Record,
     Stepped,
+    Truncated,
     View,
     Window,
     views_of,
@@ -153,6 +154,8 @@ def _word(event: Event) -> str:
             return f"backward{of}" + (f" ({_targets(counted)})" if counted else "")
         case Clipped():
             return f"clip {event.max_norm:g} (norm {event.norm:.3g}, times {event.factor:.3g})"
+        case Truncated():
+            return "truncated" if (event.k2 or event.steps) < event.steps else "exact"
         case Stepped():
             return "step skipped" if event.skipped else "step"
         case Call():

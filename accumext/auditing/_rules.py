@@ -270,6 +270,7 @@ def processes(view: View) -> Found:
         yield finding(
             "processes.not_reduced", len(differing), view.windows[0].step.where,
             f"the ranks stepped on different gradients of {named(view.record, differing)}{why}",
+            cure="one pass, as accumext.chunked_loss makes of the slices of a head" * kept,
         )  # fmt: skip
         return
     sums = [only(events, Pass) for events in _parts_of(view)]

@@ -106,8 +106,7 @@ clip.part: clip of a part
   clip_grad_norm_ of all parameters of the optimizer at once
   right if the others shall not be clipped
 processes.not_reduced: parameters not reduced
-  let a window's last forward and backward pass run outside of model.no_sync(); slices of a head in
-  one pass, as accumext.chunked_loss makes
+  let a window's last forward and backward pass run outside of model.no_sync()
 processes.reduced_each: reduced every micro-batch
   with model.no_sync(): around forward and backward of all micro-batches but the last, or
   opt.micro_batch(model) of AccumulatingOptimizer

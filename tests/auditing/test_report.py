@@ -35,7 +35,7 @@ from torch import nn
 
 import accumext
 from accumext.auditing import Audit, Finding, _report, _words
-from accumext.auditing._events import Record, Window, view_of
+from accumext.auditing._events import Record, Truncated, Window, view_of
 from accumext.auditing._judge import Judgement, judge
 from accumext.auditing._observe import Observer
 from accumext.auditing._words import KINDS, mib, numbered, several, some
@@ -75,6 +75,15 @@ def of_both(number: int) -> Record:
 
 def lines_of(one: Record, said: Judgement | None = None) -> list[str]:
     return _report.text(one, said or judge(one)).split("\n")
+
+
+@pytest.mark.parametrize(("k2", "word"), [(9, "truncated"), (10, "exact"), (None, "exact")])
+def test_a_measured_call_is_called_truncated_if_it_is(k2, word):
+    measured = Truncated("train.py:5", 0.0, k1=10, k2=k2, steps=10, distance=0.0)
+    of = passes([0.5, 0.5])
+    assert f"window 1: {word}, 2 x backward (8 targets), step" in "\n".join(
+        lines_of(record([measured, *of, step(total(of))]))
+    )
 
 
 def closed(one: Record) -> Audit:

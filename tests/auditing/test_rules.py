@@ -81,11 +81,15 @@ def test_a_mistake_is_all_that_is_said(case, asks):
         evidence_has(found[0].evidence, words)
     assert found[0].name == KINDS[id].name
     begin = f"right if {KINDS[id].right_if}; else " if asks else ""
-    if id != "memory.graph":  # whose cure depends on what the graph keeps
-        begin += KINDS[id].cure
-        assert found[0].cure == begin
     assert found[0].cure.startswith(begin)
-    assert len(found[0].cure) > len(begin) - len(KINDS[id].cure)
+    rest = found[0].cure.removeprefix(begin)
+    own = {
+        "memory.graph": "",  # depends on what the graph keeps
+        "accumulation.divisor_missing": "divide the loss of a pass by its 5 losses; ",
+        "processes.not_reduced": "one pass, as accumext.chunked_loss makes of the slices",
+    }
+    assert rest
+    assert rest == KINDS[id].cure or (id in own and rest.startswith(own[id]))
 
 
 @pytest.mark.parametrize(
