@@ -114,7 +114,7 @@ def is_product(loss: Tensor) -> bool:
 def scalers_in_use() -> list[GradScaler]:
     """Return all GradScalers that have scaled a loss. This looks at every object of the program."""
     known = [o for o in gc.get_objects() if issubclass(type(o), GradScaler)]
-    return [scaler for scaler in known if scale_tensor(scaler) is not None]
+    return [one for one in known if one.is_enabled() and scale_tensor(one) is not None]
 
 
 def has_scaled(scaler: GradScaler, loss: Tensor) -> bool:

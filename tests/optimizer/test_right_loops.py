@@ -293,6 +293,12 @@ def products(opt, model, x, number, scaler, own, steps=True):
     (oracle.own_backward if own else one_call)(opt, 0.5 * loss_of(model, x))
 
 
+def beside_a_disabled_scaler(opt, model, x, number, scaler):
+    """Which has no scale."""
+    vars(opt).setdefault("_disabled", torch.amp.GradScaler("cpu", enabled=False))
+    one_call(opt, 0.5 * loss_of(model, x))
+
+
 def unscaled_by_hand(opt, model, x, number, scaler):
     """A scaler that only keeps a constant."""
     scaler.scale(loss_of(model, x)).backward()
@@ -380,6 +386,7 @@ WITH_OPTIONS = {  # what is right for the optimizer that it is made with
         for own in (True, False)
     },
     "products, a scaler has begun": (partial(products, own=True, steps=False), FOUR),
+    "beside_a_disabled_scaler": (beside_a_disabled_scaler, FOUR),
     "unscaled_by_hand": (unscaled_by_hand, FOUR),
     "unscaled_and_stepped": (unscaled_and_stepped, FOUR),
     "without_synchronisation": (without_synchronisation, FOUR),
